@@ -72,7 +72,7 @@ class ChannelAffine:
             for name, array in (("scale", gamma), ("bias", beta), ("mean", mean), ("variance", var)):
                 if not np.isfinite(array).all():
                     raise Refused("not-finite", f"the {name} holds NaN or infinite values")
-        if not math.isfinite(eps) or eps < 0:
+        if not 0 <= eps < math.inf:
             raise Refused("bad-epsilon", f"epsilon is {eps}, expected a finite number >= 0")
         smallest = var.min(initial=np.inf)
         if smallest < 0:
@@ -216,8 +216,6 @@ def round_vector(values: np.ndarray, dtype: np.dtype, what: str, magnitude: np.n
     limits = _limits(dtype)
     largest = float(np.abs(values).max(initial=0.0))
     if not largest <= limits.max:
-        if not np.isfinite(values).all():
-            raise Refused("not-finite", f"the {what} would hold NaN or infinite values")
         with np.errstate(over="ignore"):
             finite = np.isfinite(values.astype(dtype)).all()
         if not finite:

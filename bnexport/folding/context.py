@@ -20,7 +20,7 @@ from bnexport.folding.scaled_tensor import (
     scale_small,
     weighted_sums,
 )
-from bnexport.graph.nodes import Names, Refused, get_int, input_at, is_standard, label
+from bnexport.graph.nodes import Names, Refused, get_int, input_at, is_standard, label, read_once, required_input
 from bnexport.graph.scopes import GraphContext, new_constant
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
@@ -220,7 +220,7 @@ def _is_written(node: ir.Node, index: int, edit: Edit) -> bool:
     maker = value.producer()
     held = None if maker is None else maker.attributes.get("value")
     tensor = value.const_value if maker is None else None if held is None else held.value
-    return isinstance(tensor, ir.Tensor) and tensor.raw is edit.rounded
+    return getattr(tensor, "raw", None) is edit.rounded
 
 
 def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.TensorProtocol:
@@ -446,8 +446,6 @@ class Plan:
 
     def add_behind(self, node: ir.Node, addend: Addend) -> None:
         """Add a vector to the node's first output with a separate Add."""
-        if self.context.options.layers is not None:
-            raise Refused("shift", f"{label(node)} has no bias, and a module's code stays as it is")
         self.check_add(addend)
         if node in self.adds:
             raise Refused("conflict", "two shifts meet behind one node")
@@ -480,11 +478,11 @@ def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
     QuantizeLinear makes them of floats, as in training aware of quantisation, it stays as well: its scale is the same, and its
     floats become the numbers that the integers stand for, which it rounds to the same integers.
     """
-    if len(node.outputs[0].uses()) != 1 or node.outputs[0].is_graph_output():
+    if not read_once(node.outputs[0]):
         raise Refused("quantized", f"the quantized weight of {label(node)} has other uses")
     if (node, 1) in plan.edits or (node, 1) in plan.context.edits:
         raise Refused("quantized", f"the scale of {label(node)} has been changed already")
-    constants, source = plan.context.constants, input_at(node, 0)
+    constants, source = plan.context.constants, required_input(node)
     scale = plan.value(node, 1, "quantization scale")
     axis = _quantization_axis(node, factor, scale, plan.context.opset)
     k = _slice_along(factor, axis).reshape(-1)
@@ -499,9 +497,9 @@ def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
     values = scale.reshape(-1) * np.abs(k)
     dtype = constants.array(input_at(node, 1), "quantization scale").dtype
     slots = [node]
-    maker = None if source is None else source.producer()
+    maker = source.producer()
     if maker is not None and is_standard(maker, "QuantizeLinear"):
-        if source is None or len(source.uses()) != 1 or (points is not None and points.any()):
+        if not read_once(source) or (points is not None and points.any()):
             raise Refused("quantized", f"the weight that {label(maker)} quantizes has a zero point or other uses")
         plan.edits.pop((node, 0), None)
         plan.replace(maker, 1, values, dtype, "quantization scale")

@@ -184,13 +184,14 @@ class LayerFolder:
         heads = {head for merge in merges for head in find_heads(merge.parts)}
 
         def is_scalar(value: ir.Value | None) -> bool:
-            node = None if value is None else value.producer()
+            assert value is not None
+            node = value.producer()
             if node in heads:
                 return node not in carriers
             if node is not None and (node in sums or node in parts):
                 return all(map(is_scalar, node.inputs if node in sums else node.inputs[:1]))
             # A number in the code is one, too.
-            return node is None and value is not None and value.const_value is not None
+            return value.const_value is not None
 
         in_place = (node for node in sums if str(node.name) in self._graph.in_place)
         return all(not is_scalar(node.inputs[0]) or is_scalar(node.outputs[0]) for node in in_place)
@@ -219,7 +220,7 @@ class LayerFolder:
         return list(found.values())
 
     def _path(self, name: str) -> str:
-        return self._paths.get(name) or self._paths.get(name.removesuffix(".bias"), name)
+        return self._paths.get(name.removesuffix(".bias"), name)
 
 
 def read_state(name: str, nodes: Mapping[str, ir.Node]) -> tuple[ir.Value | None, ir.Value | None]:
@@ -250,7 +251,7 @@ def check_values(tensor: torch.Tensor | None) -> None:
     """Raise Refused for anything but a plain float tensor; batch norms count batches in integers."""
     if tensor is None or tensor.dtype == torch.int64:
         return
-    if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_meta:
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_meta:
         raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in FLOAT_TYPES:

@@ -193,9 +193,7 @@ def restate(site: Site, form: str, context: Context) -> list[ir.Node]:
     where the type cannot represent the map, or an Add needs the rank, which is not known.
     """
     source, output, affine = site.input, site.output, site.affine
-    rank, dtype = context.rank(source), parameter_type(site, Plan(context))
-    if rank is None:
-        raise Refused("rank", "the rank of its input is not known, so no other form can take its place")
+    rank, dtype = context.known_rank(source, site.nodes[0]), parameter_type(site, Plan(context))
     if context.opset < 7 and form == "arithmetic":
         raise Refused("opset", "Mul and Add before opset 7 broadcast by an attribute")
     size = np.abs(affine.scale * affine.center) + np.abs(affine.shift)
@@ -317,7 +315,6 @@ def _forward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
 
 def _scale_up(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
     search = Search(Plan(context), rules)
-    _refuse_half(site.affine)
     search.forward(site.output, site.axis, ChannelAffine.shifting(site.affine.offset))
     search.backward(site.input, site.axis, site.affine.only_scale())
     return _commit(search.plan, site)
@@ -326,7 +323,6 @@ def _scale_up(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
 def _scale_down(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
     search = Search(Plan(context), rules)
     affine = site.affine
-    _refuse_half(affine)
     shift = affine.shift * affine.inverse_scale(context.options.max_scale)
     search.forward(site.output, site.axis, affine.only_scale())
     search.backward(site.input, site.axis, ChannelAffine(affine.scale * 0 + 1, affine.center, shift))
@@ -334,9 +330,7 @@ def _scale_down(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
 
 
 def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
-    rank = context.rank(site.input)
-    if rank is None:
-        raise Refused("rank", "the rank of its input is not known, so no Add can take the shift")
+    rank = context.known_rank(site.input, site.nodes[0])
     search = Search(Plan(context), rules)
     search.backward(site.input, site.axis, site.affine.only_scale())
     addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
@@ -350,7 +344,6 @@ def _scale_down_and_add(site: Site, context: Context, rules: dict[str, Rule]) ->
     if context.options.leftover != "arithmetic":
         raise Refused("shift", "arithmetic was not asked for")
     affine = site.affine
-    _refuse_half(affine)
     shift = affine.shift * affine.inverse_scale(context.options.max_scale)
     search = Search(Plan(context), rules)
     search.forward(site.output, site.axis, affine.only_scale())
@@ -364,12 +357,6 @@ def _commit(plan: Plan, site: Site) -> Plan:
     plan.commit()
     bypass(site, plan.context)
     return plan
-
-
-def _refuse_half(affine: ChannelAffine) -> None:
-    """Refuse a map that only scales or only shifts: there is nothing to split."""
-    if affine.is_scaling or affine.is_shift:
-        raise Refused("shift", "it only scales or only shifts")
 
 
 _ATTEMPTS: tuple[tuple[str, Attempt], ...] = (

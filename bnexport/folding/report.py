@@ -249,7 +249,7 @@ class FoldReport:
 def within(label: str, name: str) -> bool:
     """Whether the node or module `label` is `name`, or lies in the scope `name`."""
     path, scope = (text.replace("/", ".").strip(".") for text in (label, name))
-    return bool(scope) and f"{path}.".startswith(f"{scope}.")
+    return f"{path}.".startswith(f"{scope}.")
 
 
 def render(report: FoldReport, *, everything: bool = False, most: int | None = _SHOWN) -> list[Table]:

@@ -24,6 +24,7 @@ from bnexport.graph.nodes import (
     is_training,
     label,
     only_attributes,
+    read_once,
     used,
 )
 
@@ -307,9 +308,7 @@ def _site_around(node: ir.Node, data: int, axis: int, channels: int, context: Co
 def sole_use(value: ir.Value, graph: ir.Graph | None) -> ir.Node | None:
     """Return the only node that reads `value`, if it reads it once and lies in the same graph."""
     uses = tuple(value.uses())
-    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph:
-        return None
-    return uses[0].node
+    return uses[0].node if read_once(value) and uses[0].node.graph is graph else None
 
 
 def _grow(site: Site, context: Context) -> Site:

@@ -124,6 +124,11 @@ def used(value: ir.Value) -> bool:
     return bool(value.is_graph_output() or value.uses())
 
 
+def read_once(value: ir.Value) -> bool:
+    """Whether one input of one node is all that reads the value."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
 def only_attributes(node: ir.Node, known: Iterable[str]) -> None:
     """Raise Refused for attributes outside `known`, which may change the meaning of the operator."""
     unknown = sorted(set(node.attributes) - set(known))
@@ -166,6 +171,11 @@ def get_float(node: ir.Node, name: str, default: float) -> float:
 def get_string(node: ir.Node, name: str, default: str) -> str:
     attribute = _attribute(node, name, ir.AttributeType.STRING)
     return default if attribute is None else attribute.as_string()
+
+
+def get_floats(node: ir.Node, name: str) -> tuple[float, ...] | None:
+    attribute = _attribute(node, name, ir.AttributeType.FLOATS)
+    return None if attribute is None else tuple(attribute.as_floats())
 
 
 def get_ints(node: ir.Node, name: str) -> tuple[int, ...] | None:

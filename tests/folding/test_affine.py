@@ -55,3 +55,9 @@ def test_a_vector_may_cancel_but_not_flush() -> None:
         round_vector(np.array([1e-12]), half, "bias", magnitude=np.array([1e-12]))
     with pytest.raises(Refused, match="flush"):
         round_vector(np.array([1e-12]), half, "bias")
+
+
+@pytest.mark.parametrize("eps", [-1.0, np.inf, np.nan])
+def test_an_epsilon_that_is_none(eps: float) -> None:
+    with pytest.raises(Refused, match=f"epsilon is {eps}"):
+        ChannelAffine.from_batch_norm(*np.ones((4, 3)), eps)

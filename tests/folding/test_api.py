@@ -12,8 +12,8 @@ import onnx
 import pytest
 
 import bnexport.folding.context
-from bnexport import verify
-from bnexport.errors import UsageError, VerificationError
+from bnexport import schema, verify
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding import fold, inspect, render
 from bnexport.model_io import as_model, load, save, to_proto
 from tests.support.onnx_text import batch_norm, batch_norms, model, operators
@@ -118,6 +118,13 @@ def test_never_over_a_file_unasked(source: Path, tmp_path: Path) -> None:
     assert source.read_bytes() == before
     fold(source, source, overwrite=True)
     assert batch_norms(onnx.load(source)) == 1
+
+
+def test_a_training_step_is_no_source(source: Path) -> None:
+    proto = onnx.load(source)
+    proto.metadata_props.add(key=schema.TRAINING_METADATA, value="{}")
+    with pytest.raises(UnsupportedModelError, match="model: it is a training step, no inference model"):
+        fold(proto)
 
 
 def test_nothing_to_fold(tmp_path: Path) -> None:

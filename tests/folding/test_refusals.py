@@ -5,6 +5,7 @@ A case asks for a map of 4 channels along axis 1: backward, on what makes `z`, o
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Plan, Raw
 from bnexport.folding.placing import Search
-from bnexport.folding.rules import ALL
+from bnexport.folding.rules import ALL, gather
 from bnexport.graph.nodes import Refused
 from bnexport.model_io import to_proto
 from tests.support.contexts import context_of
@@ -135,7 +136,9 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"shapes": batch_norm("p", 4), "axis": 2}),
     "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("shape", r"has shape \(5,\), the map 4", {"shapes": batch_norm("p", 5)}),
     "z = Split (x)   ": ("no-producer", "input of the graph", {}),  # the default axis is 0
-    "z = Concat <axis=1> (x, \"\")": ("bad-node", "empty input", {}),
+    "z = Concat <axis=1> (x, \"\")": ("bad-node", "lacks input 1", {}),
+    "z = Concat <axis=0> ()": ("bad-node", "lacks input 0", {}),
+    "z = Concat <axis=0> (b) ": ("shape", r"constant of shape \(5,\)", {"shapes": {"b": (5,)}}),
     "z = Upsample <height_scale=2.0, width_scale=2.0> (x)": ("axis", "resizes the channel axis", {"axis": 2, "opset": 1}),
     "z = Upsample <height_scale=2.0, width_scale=2.0> (x) ": ("axis", "resizes the channel axis",
         {"inputs": "float[N,4,H] x", "opset": 1}),
@@ -150,6 +153,36 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
     "t = Unknown (x)\n z = Cast <to=1> (t)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
+    "z = LSTM <hidden_size=4> (x, w, r)": ("no-rule", "cannot take", {"shapes": {"w": (1, 16, 4), "r": (1, 16, 4)}}),
+    "t, z = LayerNormalization (x, w)": ("no-rule", "cannot take", w(4)),
+    "z = LayerNormalization (x, w)": ("axis", "which LayerNormalization -> z does not scale", w(4)),
+    "z = LayerNormalization (x, w) ": ("shape", r"has shape \(6,\), the map 4", {**w(6), "inputs": ROWS}),
+    "z = LayerNormalization (x, w, b)": ("shape", r"bias of .* has shape \(1, 4\)",
+        {"shapes": {"w": (4,), "b": (1, 4)}, "inputs": ROWS}),
+    "z = InstanceNormalization (x, w, w)": ("shape", "one value for each channel", w(4, 1)),
+    "z = GroupNormalization <num_groups=4> (x, w, w)": ("opset", "a scale for each group", {**w(4), "opset": 18}),
+    "z = Gather <axis=1> (x, i)": ("shape", "takes a channel twice", {"i": [0, 1]}),
+    "z = Gather <axis=1> (x, i) ": ("shape", "takes a channel twice", {"i": [0, 1, 2, 2]}),
+    "z = Gather <axis=1> (x, i)  ": ("shape", "takes a channel that its data do not have", {"i": [0, 1, 2, 4]}),
+    "z = Gather <axis=1> (x, i)   ": ("shape", "takes a channel that its data do not have", {"i": [0, 1, 2, -5]}),
+    "z = Gather <axis=1> (x, i)    ": ("shape", "are not known", {"i": [0, 1, 2, 3], "inputs": "float[N,C,H,W] x"}),
+    "z = Gather <axis=1> (x, i)     ": ("shape", "or it takes a single one", {"i": [[0, 1, 2, 3]]}),
+    "z = Gather (t, x)": ("shape", r"table of .* has shape \(20, 6\)", {"shapes": {"t": (20, 6)}, "inputs": "int64[N] x"}),
+    "z = Gather (t, x) ": ("axis", "the rows that", {"shapes": {"t": (20, 6)}, "inputs": "int64[N,L] x"}),
+    "z = Expand (x, s)": ("shape", "repeats the channels", {"s": [1, 4, 1, 1], "inputs": "float[N,1,H,W] x"}),
+    "z = AveragePool <kernel_shape=[2,2], ceil_mode=1> (x)": ("shift", "averages over padding", {}),
+    "z = AveragePool <kernel_shape=[2,2], count_include_pad=1, pads=[1,1,1,1]> (x)": ("shift", "averages over padding", {}),
+    "z, t = MaxPool <kernel_shape=[2,2]> (x)\n u = Neg (t)": ("indices", "indices of MaxPool -> z are used", {"affine": POSITIVE}),
+    "z = ReduceMean <axes=[1]> (x)": ("axis", "reduces the channels", {}),
+    "z = PRelu (x, b) ": ("rank", "rank of PRelu", {"shapes": {"b": (4, 1, 1)}, "inputs": "float[] x", "affine": POSITIVE}),
+    "z = Reshape (x, s)    ": ("shape", "shapes around", {"inputs": "float[2,4,3] x, int64[K] s"}),
+    "z = Reshape (x, s)     ": ("reshape", "does not keep the channels", {"inputs": "float[A,4,B] x", "s": [-1, 4, 5]}),
+    "a = Reshape (x, s)\n b = Transpose <perm=[0, 2, 1, 3, 4]> (a)\n z = Reshape (b, t)": ("reshape", "does not keep the channels",
+        {"inputs": "float[N,8,6,6] x", "s": [0, 2, 4, 6, 6], "t": [0, 8, 6, 6]}),
+    "z = Split <axis=1> (x, s) ": ("shape", "do not add up to 4", {"s": [4]}),
+    "z = Split <axis=1> (x, s)  ": ("shape", "do not add up to 4", {"s": [5, -1]}),
+    "z = Slice (x, \"\", b)": ("bad-node", "no starts or no ends", {"b": [1]}),
+    "z = Cast <to=1> (x)": ("no-producer", "input of the graph", {}),
 }  # fmt: skip
 FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Conv (x, w)": ("shape", "Conv reads 6 channels, the map has 4", w(4, 6, 1, 1)),
@@ -189,6 +222,16 @@ FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Reshape (x, s)": ("reshape", "does not keep the channels", {"inputs": "float[2,4,3] x", "s": [8, 3]}),
     "y = Sigmoid (b)": ("unused", "nothing reads 'x'", {"inputs": f"{X}, float[N,4,H,W] b"}),
     "y = BatchNormalization (x, p_s, p_b, p_m, p_v)": ("no-rule", "cannot take", {"shapes": batch_norm("p", 4)}),
+    "y = Gather <axis=1> (x, i)": ("shape", "reads 6 channels, the map has 4", {"i": [0, 1], "inputs": "float[N,6,H,W] x"}),
+    "y = ReduceMean <axes=[1]> (x)": ("axis", "reduces the channels", {}),
+    "y = LSTM <hidden_size=4> (x, w, r)": ("shape", r"weight of shape \(1, 16, 5\)",
+        {"shapes": {"w": (1, 16, 5), "r": (1, 16, 4)}, "inputs": "float[L,N,4] x", "axis": 2}),
+    "y = LSTM <hidden_size=4> (x, w, r) ": ("shape", r"weight of shape \(16, 4\)",
+        {"shapes": {"w": (16, 4), "r": (1, 16, 4)}, "inputs": "float[L,N,4] x", "axis": 2}),
+    "y = LSTM <hidden_size=4> (x, w, r, b)": ("shape", r"bias has shape \(1, 16\)",
+        {"shapes": {"w": (1, 16, 4), "r": (1, 16, 4), "b": (1, 16)}, "inputs": "float[L,N,4] x", "axis": 2}),
+    "a = Reshape (x, s)\n b = Transpose <perm=[0, 2, 1, 3, 4]> (a)\n y = Reshape (b, t)": ("reshape", "does not keep the channels",
+        {"inputs": "float[N,8,6,6] x", "s": [0, 2, 4, 6, 6], "t": [0, 8, 6, 6]}),
 }  # fmt: skip
 
 
@@ -313,6 +356,15 @@ ACCEPTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "d = DequantizeLinear <axis=0> (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES}),
     "d = DequantizeLinear <axis=-4> (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES}),
     "d = DequantizeLinear (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES[0]}),
+    "d = DequantizeLinear (q, s)\n z = Conv (x, d) ": (
+        ["d", "z"],
+        {**QUANTIZED, "s": SCALES[0], "opset": 12, "affine": ChannelAffine.scaling(2 * np.ones(4))},
+    ),
+    CONV + "z = MaxPool <kernel_shape=[3,3], dilations=[1,1], pads=[1,1,1,1]> (c)": (
+        ["c"],
+        {**w(4, 4, 1, 1), "affine": POSITIVE},
+    ),
+    "z = InstanceNormalization (x, w, w)": (["z"], w(4)),
 }
 
 
@@ -328,6 +380,7 @@ def test_accepted(body: str) -> None:
 ACCEPTED_BELOW: dict[str, dict[str, Any]] = {
     "u = Unsqueeze <axes=[1]> (x)\n y = MatMul (u, w)": {**w(4, 4), "inputs": ROWS, "opset": 11, "affine": SCALE},
     "r = Reshape (x, s)\n y = Conv (r, w)": {**w(4, 4, 1), "inputs": "float[?,4,3,3] x", "s": [0, 4, 9]},
+    "u = Unsqueeze <axes=[2]> (x)\n y = Conv (u, w)": {**w(4, 4, 1), "inputs": ROWS, "opset": 10},
 }
 
 
@@ -392,6 +445,10 @@ def test_new_constants_of_an_old_body_are_nodes() -> None:
             "holds -128"),
         ("d = DequantizeLinear (q, s)", {"s": SCALES[0], "affine": SCALE, "opset": 12}, "before opset 13"),
         ("d = DequantizeLinear (q, s)\n e = Conv (x, d)", {"s": SCALES[0]}, "has other uses"),
+        ("d = DequantizeLinear (q, s)", {"q": np.ones((4, 4, 1, 1), np.uint8), "s": SCALES[0], "affine": SCALE},
+            "cannot negate its integers"),
+        ("f = QuantizeLinear (k, s)\n d = DequantizeLinear (f, s)\n e = Neg (f)",
+            {"k": np.ones((4, 4, 1, 1), np.float32), "s": SCALES[0]}, "a zero point or other uses"),
     ],
 )  # fmt: skip
 def test_quantized_weights(first: str, options: dict[str, Any], message: str) -> None:
@@ -408,6 +465,14 @@ def test_the_scale_of_a_quantized_weight_changes_once() -> None:
         with pytest.raises(Refused, match="has been changed already"):
             later.scale(conv, 1, np.full((4, 1, 1, 1), 2.0), "weight")
         search.plan.commit()
+
+
+def test_a_table_beyond_the_bound_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound, changed in ((80, True), (79, False)):
+        monkeypatch.setattr(gather, "ELEMENTS", bound)
+        body = "z = Gather (t, x)"
+        with contextlib.nullcontext() if changed else pytest.raises(Refused, match="too large to be shifted"):
+            attempt("backward", body, inputs="int64[N] x", shapes={"t": (20, 4)})
 
 
 def test_a_shift_that_its_type_cannot_hold_changes_nothing() -> None:

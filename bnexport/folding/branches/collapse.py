@@ -19,14 +19,14 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.branches.windows import Kernel, Window, check_size, joined_size, read_window, read_zeros
 from bnexport.folding.context import Context
+from bnexport.folding.placing import check_axis
+from bnexport.folding.rules.conv import grouped
 from bnexport.folding.rules.transparent import passed
-from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES
 from bnexport.folding.sites import SUMS, data_and_constants, per_channel, read_batch_norm, read_elementwise, sole_use
 from bnexport.graph.nodes import (
     Refused,
     get_flag,
     get_float,
-    get_int,
     get_ints,
     get_string,
     input_at,
@@ -294,7 +294,7 @@ def find_frame(terms: list[Term], context: Context) -> Frame | None:
     for term in terms:
         for node in term.nodes():
             if node.op_type == "Conv":
-                rank = context.constants.describe(input_at(node, 1), "Conv weight").ndim
+                rank = len(grouped(node, context.constants.describe(input_at(node, 1), "Conv weight").shape)) - 1
                 return Frame(1, rank, rank - 2)
             if node.op_type in CARRIERS:
                 data_rank = 2 if node.op_type == "Gemm" else context.known_rank(required_input(node), node)
@@ -306,20 +306,21 @@ def find_frame(terms: list[Term], context: Context) -> Frame | None:
 
 def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Context) -> int:
     """Return the channels of the base, as its type and everything that reads it say."""
-    known: set[int | None] = set()
+    known: set[int] = set()
     for term in terms:
         for node in _readers(term):
             if node.op_type == "Conv":
                 weight = context.constants.describe(input_at(node, 1), "Conv weight")
-                known.add(weight.shape[1] * get_int(node, "group", 1))
+                view = grouped(node, weight.shape)
+                known.add(view[0] * view[2])
             elif node.op_type in CARRIERS:
                 weight = context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
                 transposed = node.op_type == "Gemm" and get_flag(node, "transB")
-                known.add(weight.shape[-1 if transposed else 0])
+                known.update(weight.shape[-1:] if transposed else weight.shape[:1])
             elif node.op_type == "BatchNormalization" and frame.axis == 1:
-                known.add(context.constants.describe(input_at(node, 1), "scale").shape[0])
+                known.update(context.constants.describe(input_at(node, 1), "scale").shape[:1])
     # Inference looks at all values at once: only where nothing else tells.
-    sizes = {size for size in known if size is not None} or {size for size in [context.size(base, frame.axis)] if size}
+    sizes = known or {size for size in [context.size(base, frame.axis)] if size}
     if len(sizes) != 1:
         text = " and ".join(map(str, sorted(sizes))) or "not known"
         raise Refused("shape", f"the channels of {base.name!r} are {text}")
@@ -402,8 +403,7 @@ class Evaluator:
             passed(node, self._context)
             return inner
         if node.op_type == "BatchNormalization":
-            if self._frame.axis != 1:
-                raise Refused("axis", f"{label(node)} maps axis 1, a matrix product axis {self._frame.axis}")
+            check_axis(node, self._frame.axis)
             affine, cost = read_batch_norm(node, self._context), Cost(channels, 4 * channels)
         else:
             affine = read_elementwise(node, self._frame.axis, channels, self._context)
@@ -419,15 +419,11 @@ class Evaluator:
 
     def _conv(self, node: ir.Node) -> tuple[Kernel, Cost]:
         only_attributes(node, _CONV_ATTRIBUTES)
+        check_axis(node, self._frame.axis)
         weight = self._weight(node)
-        groups = get_int(node, "group", 1)
-        if weight.ndim != self._frame.rank or self._frame.axis != 1:
+        if weight.ndim != self._frame.rank:
             raise Refused("rank", f"{label(node)} has a weight of {weight.ndim} axes, its data {self._frame.rank}")
-        if groups < 1 or weight.shape[0] % groups or 0 in weight.shape:
-            raise Refused("shape", f"a Conv weight of shape {weight.shape} with {groups} groups")
-        if (get_ints(node, "kernel_shape") or weight.shape[2:]) != weight.shape[2:]:
-            raise Refused("shape", f"the kernel_shape of {label(node)} is not that of its weight")
-        view = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        view = weight.reshape(grouped(node, weight.shape))
         bias = self._bias(node, weight.shape[0])
         cost = Cost(weight.size, weight.size + (0 if bias is None else bias.size))
         return Kernel.of(view, bias, read_window(node, weight.shape[2:])), cost
@@ -436,7 +432,7 @@ class Evaluator:
         if self._frame.positions:
             raise Refused("axis", f"{label(node)} maps the last axis, a Conv axis 1")
         weight = self._weight(node)
-        if weight.ndim != 2 or 0 in weight.shape:
+        if weight.ndim != 2:
             raise Refused("shape", f"the weight of {label(node)} has shape {weight.shape}, expected a matrix")
         if node.op_type == "MatMul":
             only_attributes(node, ())
@@ -452,9 +448,10 @@ class Evaluator:
 
     def _pool(self, node: ir.Node, channels: int) -> Kernel:
         only_attributes(node, _POOL_ATTRIBUTES)
-        sizes = get_ints(node, "kernel_shape")
-        if sizes is None or len(sizes) != self._frame.positions or min(sizes, default=0) < 1:
-            raise Refused("rank", f"{label(node)} has a window of {0 if sizes is None else len(sizes)} axes")
+        check_axis(node, self._frame.axis)
+        sizes = get_ints(node, "kernel_shape") or ()
+        if len(sizes) != self._frame.positions:
+            raise Refused("rank", f"{label(node)} has a window of {len(sizes)} axes, its data {self._frame.rank} axes")
         if any(step != 1 for step in get_ints(node, "dilations") or ()) or get_flag(node, "ceil_mode"):
             raise Refused("padding", f"{label(node)} has dilations or rounds its size up")
         window = read_window(node, sizes)
@@ -466,22 +463,17 @@ class Evaluator:
         return Kernel.of(np.full((channels, 1, 1, *sizes), 1.0 / math.prod(sizes)), None, window)
 
     def _pads(self, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if self._frame.axis != 1:
-            raise Refused("axis", f"{label(node)} pads the last axis, along which a matrix product sums")
+        check_axis(node, self._frame.axis)
         return read_zeros(node, self._frame.rank, self._context)
 
     def _weight(self, node: ir.Node) -> np.ndarray:
         what = f"{node.op_type} weight"
-        value = input_at(node, 1)
-        tensor = self._context.constants.tensor(value, what)
-        if tensor.dtype not in FLOAT_DATA_TYPES:
-            raise Refused("type", f"the {what} has type {tensor.dtype.name.lower()}, expected a float type")
-        producer = None if value is None else value.producer()
+        producer = required_input(node, 1).producer()
         if producer is not None and is_standard(producer, "DequantizeLinear"):
             raise Refused("quantized", f"the weight of {label(node)} is quantized, and a sum would not be")
         values = self._context.current(node, 1, what)
-        if not np.isfinite(values).all():
-            raise Refused("not-finite", f"the weight of {label(node)} holds NaN or infinite values")
+        if not values.size or not np.isfinite(values).all():
+            raise Refused("not-finite", f"the weight of {label(node)} is empty, or holds NaN or infinite values")
         return values
 
     def _bias(self, node: ir.Node, outputs: int) -> np.ndarray | None:
@@ -489,8 +481,6 @@ class Evaluator:
         if input_at(node, 2) is None and (node, 2) not in self._context.edits:
             return None
         bias = self._context.current(node, 2, f"{node.op_type} bias")
-        if not np.isfinite(bias).all():
-            raise Refused("not-finite", f"the bias of {label(node)} holds NaN or infinite values")
         if (
             node.op_type == "Gemm"
             and bias.size in (1, outputs)

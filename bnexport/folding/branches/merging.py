@@ -367,8 +367,6 @@ class Merging:
 
 def _less_identity(kernel: Kernel, count: float, frame: Frame) -> Kernel:
     """Return N with N x + count x = kernel(x)."""
-    if kernel.inputs != kernel.outputs:
-        raise Refused("shape", f"the code adds {kernel.inputs} channels, the branches make {kernel.outputs}")
     own = Kernel.identity(kernel.inputs, frame.positions).mapped(ChannelAffine.scaling(np.full(kernel.inputs, -count)))
     return kernel.plus(own, kernel.window.joined(own.window))
 

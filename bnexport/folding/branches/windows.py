@@ -55,11 +55,11 @@ class Window:
 
     @property
     def pads(self) -> bool:
-        return any(self.begins) or any(self.ends)
+        return any((*self.begins, *self.ends))
 
     def joined(self, other: Window) -> Window:
         """Return the least window that holds both. Raise Refused where the results differ in size or the positions do not meet."""
-        if len(self.sizes) != len(other.sizes) or self.strides != other.strides:
+        if self.strides != other.strides:
             raise Refused("shape", f"its branches have strides {list(self.strides)} and {list(other.strides)}")
         axes = [_join(*pair) for pair in zip(self._axes(), other._axes(), strict=True)]
         sizes, begins, ends, dilations = zip(*axes, strict=True) if axes else ((), (), (), ())
@@ -152,7 +152,7 @@ class Kernel:
 
     def padded(self, begins: Axes, ends: Axes) -> Kernel:
         """Followed by zeros around its result. Refused where that is not the same as zeros around its input."""
-        if not self.window.is_point or set(self.window.strides) - {1} or any(pad < 0 for pad in (*begins, *ends)):
+        if not self.window.is_point or any(pad < 0 for pad in (*begins, *ends)):
             raise Refused("padding", "zeros around the result of a branch are no zeros around its input")
         if (any(begins) or any(ends)) and self.bias.any():
             raise Refused("padding", "a branch pads with zeros behind a shift, which padding before it would change")
@@ -273,10 +273,10 @@ def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
     strides = get_ints(node, "strides") or (1,) * rank
     dilations = get_ints(node, "dilations") or (1,) * rank
     pads = get_ints(node, "pads") or (0,) * 2 * rank
-    if len(strides) != rank or len(dilations) != rank or len(pads) != 2 * rank:
+    if (len(strides), len(dilations), len(pads)) != (rank, rank, 2 * rank):
         raise Refused("shape", f"the strides, dilations or pads of {label(node)} are not those of {rank} axes")
-    if min((*strides, *dilations)) < 1 or min(pads) < 0:
-        raise Refused("bad-attribute", f"{label(node)} has a stride, a dilation or pads below what is allowed")
+    if min((1, *sizes, *strides, *dilations)) < 1:
+        raise Refused("bad-attribute", f"{label(node)} has a size, a stride or a dilation below 1")
     begins, ends = pads[:rank], pads[rank:]
     auto_pad = get_string(node, "auto_pad", "NOTSET")
     if auto_pad not in ("NOTSET", "") and any(pads):
@@ -296,9 +296,8 @@ def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
 def read_zeros(node: ir.Node, rank: int, context: Context) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Zeros that a Pad adds before and behind each axis of positions. Refused where it does something else."""
     pads = read_pads(node, rank, context)
-    cropped = any(number < 0 for pair in pads for number in pair)
-    if get_string(node, "mode", "constant") != "constant" or cropped or read_fill(node, context) != 0:
-        raise Refused("padding", f"{label(node)} crops, or pads with something else than zeros")
+    if get_string(node, "mode", "constant") != "constant" or read_fill(node, context) != 0:
+        raise Refused("padding", f"{label(node)} pads with something else than zeros")
     if any(map(any, pads[:2])):
         raise Refused("axis", f"{label(node)} pads the channels or the batch")
     begins, ends = zip(*pads[2:], strict=True) if rank > 2 else ((), ())

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_int, label, only_attributes
+from bnexport.graph.nodes import Refused, get_int, label, only_attributes, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -39,8 +39,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if _concat_axis(node, search.context) != axis:
         raise Refused("concat", f"{label(node)} joins the mapped channels with others along another axis")
-    value = node.inputs[index]
-    if value is not None and sum(use.node is node for use in value.uses()) > 1:
+    if node.inputs.count(node.inputs[index]) > 1:
         raise Refused("shared", f"{label(node)} joins the same value twice")
     # Many batch norms may meet in one Concat, and the sizes stay.
     ends = search.context.memory.get((node, axis))
@@ -55,10 +54,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def _operands(node: ir.Node) -> list[ir.Value]:
     only_attributes(node, ("axis",))
-    values = [value for value in node.inputs if value is not None]
-    if len(values) != len(node.inputs) or not values:
-        raise Refused("bad-node", f"{label(node)} has an empty input")
-    return values
+    return [required_input(node, index) for index in range(max(len(node.inputs), 1))]
 
 
 def _concat_axis(node: ir.Node, context: Context) -> int:
@@ -79,7 +75,7 @@ def _sizes(node: ir.Node, values: list[ir.Value], axis: int, context: Context) -
 def _map_constant(node: ir.Node, index: int, axis: int, part: ChannelAffine, search: Search) -> None:
     what = f"{label(node)} constant"
     values = search.plan.value(node, index, what)
-    if not 0 <= axis < values.ndim or values.shape[axis] != part.channels:
+    if values.shape[axis : axis + 1] != (part.channels,):
         raise Refused("shape", f"the {what} of shape {values.shape} does not fit the map")
     dtype = search.context.constants.describe(node.inputs[index], what).dtype
     search.plan.map(node, index, axis, part, dtype, what, values)

@@ -90,10 +90,15 @@ def _read(node: ir.Node, axis: int, form: _Form, search: Search) -> tuple[Descri
     only_attributes(node, form.attributes)
     check_axis(node, axis)
     weight = search.context.constants.describe(input_at(node, form.weight), f"{node.op_type} weight")
-    group = get_int(node, form.attributes[0], 1)
-    if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
-        raise Refused("shape", f"a {node.op_type} weight of shape {weight.shape} with {group} groups")
-    return weight, (group, weight.shape[0] // group, *weight.shape[1:])
+    return weight, grouped(node, weight.shape, form.attributes[0])
+
+
+def grouped(node: ir.Node, shape: tuple[int, ...], name: str = "group") -> tuple[int, ...]:
+    """Return the shape of a weight as (groups, rows, columns, kernel...). name: of the attribute that counts the groups."""
+    group = get_int(node, name, 1)
+    if len(shape) < 3 or group < 1 or shape[0] % group:
+        raise Refused("shape", f"a {node.op_type} weight of shape {shape} with {group} groups")
+    return (group, shape[0] // group, *shape[1:])
 
 
 def _channels(node: ir.Node, does: str, view: tuple[int, ...], place: int, affine: ChannelAffine) -> tuple[int, ...]:

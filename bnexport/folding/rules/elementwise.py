@@ -12,8 +12,7 @@
 
 A constant operand takes its share in place if it stays as small as it was or as the channels; the other operands take only
 the scale. A shift alone (k = 1) goes into one operand of a sum, the others stay. Operands of different rank do not share the
-axis, and one that is broadcast along it has other channels: refused, since its values would be more than they were, for all
-that declares or asks their sizes.
+axis: refused. One that is broadcast along it has fewer channels than the map, which whatever would take it refuses.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _constant_takes(
     scale, center, shift = (_aligned(part, axis, rank) for part in (affine.scale, affine.center, affine.shift))
     total = sign * ((sign * values - center) * scale + shift)
     size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
-    _store(node, index, total, size, values.size, affine.channels, rank, search)
+    _store(node, index, total, size, values.size, affine.channels, search)
 
 
 def _sum_forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
@@ -134,7 +133,7 @@ def _sum_forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, ra
         values = search.plan.value(node, place, f"{node.op_type} constant")
         shift = _aligned(signs[place] * offset, axis, rank) if place == constant[0] else np.zeros(1)
         size = (np.abs(values) + np.abs(shift)) * np.abs(inverse)
-        _store(node, place, (values + shift) * inverse, size, values.size, affine.channels, rank, search)
+        _store(node, place, (values + shift) * inverse, size, values.size, affine.channels, search)
     if not affine.is_shift:
         search.forward(node.outputs[0], axis, affine.only_scale())
 
@@ -143,7 +142,7 @@ def _scale_constant(node: ir.Node, index: int, axis: int, scale: np.ndarray, ran
     values = search.plan.value(node, index, f"{node.op_type} constant")
     _refuse_more_channels(node, index, axis, scale.size, values, search)
     total = values * _aligned(scale, axis, rank)
-    _store(node, index, total, np.abs(total), values.size, scale.size, rank, search)
+    _store(node, index, total, np.abs(total), values.size, scale.size, search)
 
 
 def _refuse_more_channels(
@@ -164,10 +163,9 @@ def _store(
     size: np.ndarray,
     before: int,
     channels: int,
-    rank: int,
     search: Search,
 ) -> None:
-    if total.ndim > rank or total.size > max(before, channels):
+    if total.size > max(before, channels):
         raise Refused("too-large", f"the constant of {label(node)} would grow from {before} to {total.size} elements")
     dtype = search.context.constants.describe(input_at(node, index), "constant").dtype
     search.plan.replace(node, index, total, dtype, f"{node.op_type} constant", size)
@@ -177,8 +175,6 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
     value = required_input(node, index)
     if search.context.rank(value) != rank:
         raise Refused("rank", f"an operand of {label(node)} broadcasts from another rank")
-    if search.context.size(value, axis) not in (None, affine.channels):
-        raise Refused("shape", f"an operand of {label(node)} is broadcast to the {affine.channels} channels of the map")
     search.backward(value, axis, affine)
 
 

@@ -17,7 +17,7 @@ from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.graph.constants import ELEMENTS
-from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, required_input
+from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, read_once, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -26,7 +26,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         search.backward(required_input(node), axis - moved, affine)
         return
     value, chosen, rank = _read(node, search.context)
-    before = _before(axis, chosen, rank, node)
+    before = _before(axis, chosen, rank)
     if search.context.constants.is_constant(value):
         _scale_table(node, value, before, affine, search)
         return
@@ -63,15 +63,11 @@ def _read(node: ir.Node, context: Context) -> tuple[ir.Value, int, int]:
     return value, axis + own if axis < 0 else axis, rank
 
 
-def _before(axis: int, chosen: int, rank: int, node: ir.Node) -> int | None:
-    """Return the axis of the data that is `axis` of the result; None for the one along which it is gathered."""
+def _before(axis: int, chosen: int, rank: int) -> int | None:
+    """Return the axis of the data that is `axis` of the result; None for those that the indices make."""
     if axis < chosen:
         return axis
-    if axis >= chosen + rank:
-        return axis - rank + 1
-    if rank != 1:
-        raise Refused("axis", f"the map acts on axis {axis}, which the indices of {label(node)} make")
-    return None
+    return axis - rank + 1 if axis >= chosen + rank else None
 
 
 def _indices(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, np.ndarray]:
@@ -80,15 +76,15 @@ def _indices(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tup
     size = context.size(value, axis)
     if size is None or indices.ndim != 1:
         raise Refused("shape", f"the channels of {label(node)} are not known, or it takes a single one")
-    if indices.size == 0 or indices.min() < -size or indices.max() >= size:
-        raise Refused("shape", f"{label(node)} takes no channel, or one that its data do not have")
+    if ((indices < -size) | (indices >= size)).any():
+        raise Refused("shape", f"{label(node)} takes a channel that its data do not have")
     return size, np.where(indices < 0, indices + size, indices)
 
 
 def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: ChannelAffine, search: Search) -> None:
     if axis is None:
         raise Refused("axis", f"the map acts on the rows that {label(node)} takes")
-    if len(value.uses()) != 1 or value.is_graph_output():
+    if not read_once(value):
         raise Refused("shared", f"the table of {label(node)} is read elsewhere, too")
     table = search.context.constants.describe(value, "table")
     if table.shape[axis] != affine.channels:

@@ -120,7 +120,7 @@ def _letters(node: ir.Node, ranks: tuple[int, int]) -> list[str]:
     parts = operands.split(",")
     spare = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=False)]
     fits = all(count in range(11 if "..." in part else 1) for count, part in zip(spare, parts, strict=False))
-    if len(parts) != 2 or not made or not fits or ("..." in operands) != ("..." in made):
+    if len(parts) != 2 or not made or not fits:
         raise Refused("unknown-mode", f"{label(node)} has an equation of another form: {equation}")
     counts = [*spare, max(spare)]
     letters = [part.replace("...", _BATCH[10 - n :]) for part, n in zip([*parts, made], counts, strict=True)]

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.placing import Rule, Search, check_axis
 from bnexport.folding.sites import read_batch_norm
-from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes
+from bnexport.graph.nodes import Refused, input_at, label, only_attributes
 
 _LAST = ("LayerNormalization", "RMSNormalization")
 _ATTRIBUTES = {
@@ -67,9 +67,8 @@ def _place(node: ir.Node, scale: np.ndarray, axis: int, search: Search) -> int:
             )
         return 0
     rank = search.context.known_rank(node.outputs[0], node)
-    first = get_int(node, "axis", -1)
     place = axis - (rank - scale.ndim)
-    if axis < (first + rank if first < 0 else first) or place < 0:
+    if place < 0:
         raise Refused("axis", f"the map acts on axis {axis}, which {label(node)} does not scale")
     return place
 

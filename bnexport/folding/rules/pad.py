@@ -30,7 +30,7 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
     value = required_input(node)
     rank = context.known_rank(value, node)
     pads = read_pads(node, rank, context)
-    if 0 <= axis < rank and any(pads[axis]):
+    if any(map(any, pads[axis : axis + 1])):
         raise Refused("axis", f"{label(node)} pads the channel axis")
     mode = get_string(node, "mode", "constant")
     if mode in ("reflect", "edge", "wrap") or all(before <= 0 and behind <= 0 for before, behind in pads):

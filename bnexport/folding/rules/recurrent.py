@@ -19,7 +19,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if axis != 2:
         raise Refused("axis", f"the map acts on axis {axis}, the features of {label(node)} are axis 2")
     weight = search.context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
-    if weight.ndim != 3 or weight.shape[2] != affine.channels:
+    if weight.shape[2:] != (affine.channels,):
         raise Refused(
             "shape", f"a {node.op_type} weight of shape {weight.shape}, the map has {affine.channels} channels"
         )

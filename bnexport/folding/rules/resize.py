@@ -21,6 +21,7 @@ from bnexport.graph.nodes import (
     Refused,
     from_front,
     get_float,
+    get_floats,
     get_ints,
     get_string,
     input_at,
@@ -82,17 +83,16 @@ def _keeps_axis(node: ir.Node, value: ir.Value, axis: int, context: Context) -> 
                 return False
             axes = from_front(axes, rank)
         return axis not in axes
-    if "scales" in node.attributes:  # Upsample of opset 7 and 8.
-        scales = node.attributes["scales"]
-        return not scales.is_ref() and len(scales.as_floats()) > axis and scales.as_floats()[axis] == 1.0
+    if (scales := get_floats(node, "scales")) is not None:  # Upsample of opset 7 and 8.
+        return scales[axis : axis + 1] == (1.0,)
     places = {"Upsample": (1, None), "Resize": (1, None) if context.opset < 11 else (2, 3)}[node.op_type]
     if (operand := input_at(node, places[0])) is not None:
         factors = context.constants.floats(operand, "scales").reshape(-1)
         if factors.size:
-            return factors.size > axis and factors[axis] == 1.0
+            return factors[axis : axis + 1].tolist() == [1.0]
     if places[1] is not None and (operand := input_at(node, places[1])) is not None:
         sizes = context.constants.ints(operand, "sizes")
-        return len(sizes) > axis and sizes[axis] == context.size(value, axis)
+        return sizes[axis : axis + 1] == (context.size(value, axis),)
     return False
 
 

@@ -57,6 +57,21 @@ def test_any_domain_any_mode(domain: str, mode: int) -> None:
     assert "mmcv" not in {item.domain for item in to_proto(result.model).opset_import}
 
 
+def test_a_function_may_define_it_in_the_standard_domain() -> None:
+    proto = sync("y = MMCVSyncBatchNorm <training_mode=0> (z, p_m, p_v, p_s, p_b)", domain="")
+    names, opsets = ["x", "m", "v", "s", "b"], [onnx.helper.make_opsetid("", 17)]
+    body = [onnx.helper.make_node("BatchNormalization", ["x", "s", "b", "m", "v"], ["y"])]
+    proto.functions.append(onnx.helper.make_function("", "MMCVSyncBatchNorm", names, ["y"], body, opsets))
+    assert operators(to_proto(fold(proto).model)) == ["Conv"]
+
+
+def test_it_is_selected_by_its_name() -> None:
+    proto = sync("y = MMCVSyncBatchNorm (z, p_m, p_v, p_s, p_b)")
+    name = "MMCVSyncBatchNorm -> y"
+    assert operators(to_proto(fold(proto, only=[name]).model)) == ["Conv"]
+    assert operators(to_proto(fold(proto, skip=[name]).model)) == ["Conv", "BatchNormalization"]
+
+
 def test_training_is_the_default_mode() -> None:
     result, _ = folded_output(sync("y = MMCVSyncBatchNorm (z, p_m, p_v, p_s, p_b)"))
     assert result.report.meaning_changed

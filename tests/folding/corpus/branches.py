@@ -10,7 +10,10 @@ from tests.folding.corpus.case import Case, floats, ints
 UNVERIFIED = {"verify": False}
 HALF = "float16[N,4,H,W] x"
 X = "float[N,4,H,W] x"
+OTHER = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+ANY = {"header": OTHER, "judge": "proof"}
 VALUES = {
+    "padn": ints(1, 0, 0, 0, 0, 0, 0, 0),
     "pads1": ints(0, 0, 1, 1, 0, 0, 1, 1),
     "crop": ints(0, 0, -1, -1, 0, 0, -1, -1),
     "backwards": ints(1, 1, 0, 0, 1, 1, 0, 0),
@@ -27,8 +30,14 @@ CASES: dict[str, Case] = {
         "c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)", "Conv", ins=X),
     "cross-in-a-square": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) "
         "v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) t = Add (a, h) y = Add (t, v)", "Conv", ins=X),
+    "more-multiplications-of-fewer-parameters": Case("h = Conv <group=4, pads=[0,1,0,1]> (x, d13:4.1.1.3) m = Norm (h, p:4) "
+        "v = Conv <group=4, pads=[1,0,1,0]> (x, d31:4.1.3.1) n = Norm (v, q:4) y = Add (m, n)", "Conv Conv Add", "cost", ins=X),
+    "more-parameters-of-fewer-multiplications": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "c = Conv <group=4> (x, d1:4.1.1.1) y = Add (a, c)", "AveragePool Conv Add", "cost", ins=X),
     "cross-alone-would-grow": Case("h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) "
         "y = Add (h, v)", "Conv Conv Add", ins=X),
+    "different-strides-of-one-position": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
+        "y = Add (a, b0)", "Conv Conv Add", "shape", ins="float[N,4,1,1] x"),
     "different-strides-of-one-size": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) "
         "b0 = Conv <dilations=[3,3], strides=[1,1]> (x, w2:4.4.2.2) y = Add (a, b0)", "Conv Conv Add", ins=X),
     "stride-2": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) "
@@ -41,6 +50,10 @@ CASES: dict[str, Case] = {
         "b0 = Conv <dilations=[3,3]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv", ins=X),
     "different-dilations": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "a-dilation-that-the-other-one-divides": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) y = Add (a, b0)", "Conv Conv Add", "shape", ins=X),
+    "one-dilation-between-its-positions": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[2,2], pads=[1,1,3,3]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", "shape", ins=X),
     "different-dilations-and-identity": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, b0) y = Add (t, x)", "Conv Conv Add", ins=X),
     "shifted-by-its-pads": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) b0 = Conv <pads=[1,1,-0,0]> (x, w2:4.4.2.2) "
@@ -125,6 +138,11 @@ CASES: dict[str, Case] = {
         "y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
     "padded-by-reflection": Case('p = Pad <mode="reflect"> (x, pads1) a = Conv (p, w3:4.4.3.3) '
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
+    "padded-batch": Case("p = Pad (x, padn) a = Conv (p, v1:4.4.1.1) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)",
+        "Pad Conv Conv Add", ins="float[1,4,H,W] x", values=VALUES),
+    "shifted-points-before-a-kernel": Case("a = Conv <pads=[0,0,1,1]> (x, w1:4.4.1.1) c = Conv <pads=[1,1,0,0]> (x, v1:4.4.1.1) "
+        "t = Add (a, c) e = Conv (t, w3:4.4.3.3) f = Conv (x, w2:4.4.2.2) y = Add (e, f)", "Conv Conv Add Conv Conv Add", "padding",
+        ins=X),
     "cropped": Case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) b0 = Conv (x, w3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add",
         ins=X, values=VALUES, judge="run"),
     "point-before-and-behind": Case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
@@ -147,6 +165,8 @@ CASES: dict[str, Case] = {
         "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (c, a)", "Conv", ins=X),
     "pool-that-does-not-count-padding": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) "
         "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins=X),
+    "pool-with-dilation": Case("a = AveragePool <kernel_shape=[3,3], dilations=[2,2]> (x) c = Conv <dilations=[2,2]> (x, w3:4.4.3.3) "
+        "y = Add (a, c)", "AveragePool Conv Add", "padding", ins=X, opset=19),
     "pool-that-rounds-up": Case("a = AveragePool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x) "
         "c = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, c)", "AveragePool Conv Add", ins=X),
     # 2 x 2 windows, of which the last ones divide by fewer; the convolution makes one position, which is broadcast.
@@ -225,6 +245,42 @@ CASES: dict[str, Case] = {
     "scaled-later": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) c = Conv <group=4, pads=[1,1,1,1]> (x, e3:4.1.3.3) "
         "e = Conv <group=2> (x, g1:4.2.1.1) r = Relu (x) f = Conv (r, w1:4.4.1.1) t = Sum (a, c, e) u = Add (t, f) "
         "y = Norm (u, p:4)", "Relu Conv Conv Add", ins=X),
+    "channels-that-nothing-tells": Case("r = Relu (x) a = Mul (r, c_s:4.1.1) e = Conv (a, w1:4.4.1.1) u = Mul (r, d_s:4.1.1) "
+        "f = Conv (u, v1:4.4.1.1) y = Add (e, f)", "Relu Mul Conv Mul Conv Add", "shape", ins="float[N,C,H,W] x",
+        judge="proof"),
+    "more-channels-are-read-below": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) e = Conv (a, w8:4.8.1.1) c = Conv (r, v1:4.4.1.1) "
+        "y = Add (e, c)", "Relu Conv Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
+    "more-channels-are-normalised": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) n = Norm (a, p:3) c = Conv (r, v1:4.4.1.1) "
+        "y = Add (n, c)", "Relu Conv BatchNormalization Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
+    "convs-of-two-ranks": Case("r = other.Thing (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, v:4.4.1) y = Add (a, c)",
+        "Thing Conv Conv Add", "rank", ins=X, **ANY),
+    "pool-of-another-rank": Case("r = other.Thing (x) a = AveragePool <kernel_shape=[1]> (r) c = Conv (r, w1:4.4.1.1) y = Add (a, c)",
+        "Thing AveragePool Conv Add", "rank", ins=X, **ANY),
+    "conv-with-matmul": Case("c = Conv (x, w1:4.4.1.1) a = MatMul (x, m:4.4) y = Add (a, c)", "Conv MatMul Add", "axis",
+        ins="float[N,4,H,4] x"),
+    **{f"matmul-with-{name}": Case(f"a = MatMul (x, m:4.4) c = {node} y = Add (a, c)", f"MatMul {name} Add", "axis",
+        ins="float[N,4,H,4] x", values=VALUES, judge="proof") for name, node in {
+        "Conv": "Conv (x, w1:4.4.1.1)", "BatchNormalization": "Norm (x, p:4)", "AveragePool": "AveragePool <kernel_shape=[1,1]> (x)",
+        "Pad": "Pad (x, pads1)"}.items()},
+    "weight-of-a-conv-is-a-matrix": Case("a = Conv (x, m:4.4) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "Conv Conv Add", "shape",
+        ins=X, judge="proof"),
+    **{f"weight-of-rank-{len(shape)}": Case(f"a = {op} (x, {name}:{shape}) c = MatMul (x, m:7.7) y = Add (a, c)",
+        f"{op} MatMul Add", code, ins=X, judge="proof") for shape, op, name, code in (
+        ("-", "MatMul", "one", "shape"), ("7", "Conv", "one", "shape"))},
+    "weights-of-two-types": Case("a = Conv (x, w1:4.4.1.1) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "type", ins=X,
+        judge="proof", values={"u": np.ones((4, 4, 1, 1))}),
+    "weights-without-elements": Case("a = Conv (x, w1:0.4.1.1) c = Conv (x, v1:0.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "not-finite", ins=X, judge="proof"),
+    "strides-of-one-axis": Case("a = Conv <strides=[1]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "shape", ins=X, judge="proof"),
+    "stride-0": Case("a = Conv <strides=[0,0]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "bad-attribute", ins=X, judge="proof"),
+    "pool-of-nothing": Case("a = AveragePool <kernel_shape=[0,0]> (x) c = Conv (x, v1:4.4.1.1) y = Add (a, c)",
+        "AveragePool Conv Add", "bad-attribute", ins=X, judge="proof"),
+    "auto-pad-and-pads": Case('a = Conv <auto_pad="VALID", pads=[1,1,1,1]> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
+        "Conv Conv Add", "padding", ins=X, judge="proof"),
+    "auto-pad-of-no-name": Case('a = Conv <auto_pad="OTHER"> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
+        "Conv Conv Add", "padding", ins=X, judge="proof"),
     # a size that a file may claim is not allocated
     "huge-shifts": Case("a = Conv <pads=[0,0,1000000,1000000]> (x, w1:4.4.1.1) "
         "c = Conv <pads=[1000000,1000000,0,0]> (x, v1:4.4.1.1) t = Add (a, c) n = Norm (t, p:4) "

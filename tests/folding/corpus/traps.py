@@ -75,6 +75,8 @@ CASES: dict[str, Case] = {
     # The batch norm's channels are axis 1; the last axis may have size 1.
     "constant-that-enlarges-another-axis": Case("t = Norm (x, q:1) u = Mul (t, c:3) v = Add (u, d:3) y = MatMul (v, w:3.3)",
         "BatchNormalization Mul Add MatMul", ins="float[N,1,L] x", sizes={"L": 1}),
+    "another-form-in-an-unknown-rank": Case("r = other.Thing (x) y = Norm (r, p:6)", refused="rank", options={"leftover": "conv"},
+        header=FOREIGN),
     # constants in every form
     "floats": Case(f"k = Constant <value_floats=[{EIGHT}]> () {CONV} {SHAPED}", "Conv"),
     "tensor": Case(f"k = Constant <value=float[8] {{{EIGHT}}}> () {CONV} {SHAPED}", "Conv"),

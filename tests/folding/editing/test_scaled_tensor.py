@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from bnexport.errors import MalformedModelError
 from bnexport.folding import fold, scaled_tensor
 from bnexport.folding.scaled_tensor import ScaledTensor, blocks, check_scaled, scale_small, weighted_sums
 from bnexport.graph.nodes import FLOAT_TYPES, Refused
@@ -72,6 +73,11 @@ def test_one_rounding(name: str, case: str) -> None:
     assert file.getvalue() == expected.tobytes()
     small = scale_small(ir.tensor(weight), factor, view)
     assert (small.dtype, small.shape, small.tobytes()) == (weight.dtype, weight.shape, expected.tobytes())
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read() -> None:
+    with pytest.raises(MalformedModelError, match="'w': its file ends 5 bytes too early"):
+        scaled_tensor._read_into(io.BytesIO(b"abc"), memoryview(bytearray(8)), "w")
 
 
 @pytest.mark.usefixtures("block")

@@ -29,6 +29,7 @@ class Block(nn.Module):
         self.deep = nn.Conv2d(4, 4, 3, padding=1, groups=4)
         self.pool = nn.AvgPool2d(3, 1, 1)
         self.none = nn.Identity()
+        self.pad, self.corner = nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(4, 4, 2)
         self.add = add
         randomise_statistics(self).eval()
 
@@ -110,6 +111,9 @@ MERGED = {
     "in-place-on-the-first-sum": (in_place_on_the_first_sum, 1),
     "in-place-on-a-zero-of-either": (in_place_on_a_zero_of_either, 3),
     "changed-in-between": (changed_in_between, 2),
+    "padded-on-one-side": (lambda m, x: m.corner(m.pad(x)) + m.conv1(x), 2),
+    "a-number-below-a-layer": (lambda m, x: m.conv1(m.conv3(x) + 1.0) + m.norm(x), 3),
+    "a-zero-below-a-layer": (lambda m, x: m.conv1(m.conv3(x) + 0.0) + m.norm(x), 1),
 }
 
 
@@ -172,7 +176,7 @@ def test_a_hook_sees_its_values() -> None:
 def test_selection(options: dict[str, list[str]], left: set[str]) -> None:
     block = Block(MERGED["tree"][0])
     folded = bnexport.fold_module(block, X, **options)
-    assert set(working(folded)) - {"deep", "tail"} == left
+    assert set(working(folded)) - {"deep", "tail", "corner"} == left
     torch.testing.assert_close(folded(X), block(X), rtol=1e-4, atol=1e-5)
 
 

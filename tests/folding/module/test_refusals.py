@@ -60,8 +60,8 @@ CASES = {
     "weight read by code": (lambda m, x: m.n(m.c(x)) + nn.functional.conv2d(x, m.c.weight), {"c": conv(), "n": norm()}),
     "statistics read by code": (lambda m, x: m.n(m.c(x)) + m.n.running_mean.sum(), {"c": conv(), "n": norm()}),
     "functional conv": (lambda m, x: m.n(nn.functional.conv2d(x, m.c.weight)), {"c": conv(), "n": norm()}),
-    "norm with a forward of its own": (lambda m, x: m.n(m.c(x)), {"c": conv(), "n": OwnForward(4)}),
-    "nothing calls it": (lambda m, x: m.c(x), {"c": conv(), "n": norm()}),
+    "norm with a forward of its own": (lambda m, x: m.n(m.c(x)), {"c": conv(), "n": OwnForward(4)}, ["own-forward"]),
+    "nothing calls it": (lambda m, x: m.c(x), {"c": conv(), "n": norm()}, ["unused"]),
     "flattened in part": (lambda m, x: m.c(m.n(x).flatten(2)), {"c": nn.Linear(42, 3), "n": norm()}),
 }  # fmt: skip
 
@@ -119,10 +119,10 @@ def test_a_sum_in_place_that_others_see():
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_left_alone(case):
-    forward, layers = case
+    forward, layers, *codes = case
     net = trained(Called(forward, **layers))
     folded = fold_and_check(net, X2)
-    assert "n" in reasons(folded)
+    assert reasons(folded)["n"] == (codes[0] if codes else reasons(folded)["n"])
     assert not folded.fold_report.changed
     assert all(refusal.text for site in folded.fold_report.sites for refusal in site.refusals)
 
@@ -186,9 +186,27 @@ def test_values_that_half_cannot_hold():
     assert reasons(bnexport.fold_module(net)) == {"1": ["overflow", "graph-output"]}
 
 
-def test_parameters_without_values():
-    net = trained(nn.Sequential(conv(), norm())).to("meta")
-    assert reasons(bnexport.fold_module(net)) == {"1": ["no-values"]}
+class OfAnotherClass(nn.Parameter):
+    """May be anything, as a tensor of quantised values is."""
+
+
+def _of_another_class(net):
+    net[0].weight = OfAnotherClass(net[0].weight.data)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda net: net.to("meta"), "no-values"),
+        (_of_another_class, "no-values"),
+        (lambda net: net.to(torch.complex64), "type"),
+    ],
+    ids=["meta", "class", "complex"],
+)
+def test_parameters_without_values(change, code):
+    net = change(trained(nn.Sequential(conv(), norm())))
+    assert code in reasons(bnexport.fold_module(net, verify=False))["1"]
 
 
 def test_scales_beyond_the_bound():
@@ -269,6 +287,11 @@ def test_random_models_are_not_called_verified():
     assert (result.status, result.method, [proof.method for proof in result.sites]) == ("passed", "local", ["proved"])
 
 
+def test_a_traced_module_is_no_program():
+    net = torch.fx.symbolic_trace(trained(nn.Sequential(conv(), norm())))
+    assert left(fold_and_check(net, X2)) == []
+
+
 def test_optional_arguments_keep_their_defaults():
     class Optional(nn.Module):
         def __init__(self):
@@ -291,8 +314,9 @@ def test_optional_arguments_keep_their_defaults():
         ((nn.Sequential(conv()), (1,)), r"example_inputs\[0\]: got int, expected a torch.Tensor"),
         ((nn.Sequential(conv(), norm()), torch.ones(2, 3, 5, 5)), r"the model fails on inputs of shape \(2, 3, 5, 5\)"),
         ((Called(lambda m, x: x),), "its forward takes any number of inputs, or keywords; give example_inputs"),
+        ((torch.jit.script(nn.ReLU()),), "model: got a RecursiveScriptModule; fold the module that it was made from"),
     ],
-    ids=["not a module", "not a tensor", "wrong shape", "variadic"],
+    ids=["not a module", "not a tensor", "wrong shape", "variadic", "script"],
 )
 def test_usage_errors(arguments, message):
     with pytest.raises(UsageError, match=message):
