@@ -310,15 +310,22 @@ def find_operand_sizes(model: ir.Model) -> list[int]:
     Where no usual size runs, 1 may: there everything broadcasts, and much looks equal.
     """
     constants = Constants(model, Shapes(model))
-    found: set[int] = set()
+    usual = {1, *(other for _, other in FREE_SIZES)}
+    # Vectors, of which a network may have many, come last.
+    found: tuple[set[int], set[int]] = (set(), set())
     for node in walk.nodes(model):
         with contextlib.suppress(Refused):
             if is_standard(node, "Reshape"):
-                found.update(constants.ints(node.inputs[1], "shape")[-1:])
+                found[0].update(constants.ints(node.inputs[1], "shape")[-1:])
         leaves = [value.const_value for value in node.inputs if value is not None and value.const_value is not None]
         if is_standard(node, *_ELEMENTWISE):
-            found.update(leaf.shape.numpy()[-1] for leaf in leaves if len(leaf.shape) > 1)
-    return sorted(size for size in found if size > 1 and size not in {other for _, other in FREE_SIZES})[-_TABLES:]
+            for shape in (leaf.shape.numpy() for leaf in leaves if len(leaf.shape)):
+                found[len(shape) == 1].add(shape[-1])
+    return [
+        size
+        for sizes in (found[0], found[1] - found[0])
+        for size in sorted(size for size in sizes if size > 0 and size not in usual)[-_TABLES:]
+    ]
 
 
 def find_bounds(*models: ir.Model) -> list[int]:

@@ -107,6 +107,8 @@ PAIRS: dict[str, Pair] = {
         {"c": np.ones((4, 6, 6), np.float32)}),
     "the only sizes that a constant fits": Pair(_image("m = OP (x) y = Reshape (m, c)"), "Relu", "Elu", _WHOLE,
         {"c": np.array([-1, 4, 6, 6])}),
+    "the only sizes that a vector fits": Pair(_image("m = Mul (x, c) y = OP <axes=[2]> (m)"), "ReduceMean", "ReduceMax", _WHOLE,
+        {"c": np.ones(6, np.float32)}),
     "a batch that divides most sizes": Pair(_image("s = Shape (x) a = Reshape (x, OP) y = Reshape (a, s)"), "pairs", "fours", _WHOLE,
         {"pairs": np.array([1, -1]), "fours": np.array([16, -1])}),
     "a batch beyond bytes beside large rows": Pair(_image(f"s = Shape (x) {_RANGE} y = Mul (x, t)"), "6", "3", _WHOLE,
