@@ -40,12 +40,7 @@ def test_parts_of_a_name(monkeypatch, tmp_path):
     name = parse_name("timm:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
     assert name is not None
     assert (name.library, name.target) == ("timm", "Unet")
-    assert name.options == {
-        "encoder_name": "resnet34",
-        "classes": 3,
-        "decoder_channels": (64, 32),
-        "activation": None,
-    }
+    assert name.options == {"encoder_name": "resnet34", "classes": 3, "decoder_channels": (64, 32), "activation": None}
     assert parse_name("models.resnet:digits_resnet") is None
     assert parse_name("timm") is None
     for text, words in (("timm:", "got no model behind timm:"), ("timm:a?b", "got option 'b'"), ("timm:a?=1", "'=1'")):

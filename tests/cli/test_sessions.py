@@ -67,13 +67,7 @@ def test_a_locale_without_utf_8(small_files):
 
 # What takes a tenth of a second and more to import, and what an answer may have of it.
 SLOW = ("numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
-QUICK = {
-    "--help": "",
-    "export --help": "",
-    "fold": "",
-    "export m:f m.onnx -i x=1,3": "",
-    "doctor": "numpy onnxruntime",
-}
+QUICK = {"--help": "", "export --help": "", "fold": "", "export m:f m.onnx -i x=1,3": "", "doctor": "numpy onnxruntime"}
 
 
 @pytest.mark.parametrize("line", QUICK)

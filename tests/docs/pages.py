@@ -13,8 +13,7 @@ from tests.support import warm
 ROOT = Path(__file__).parents[2]
 # The line that a command with --bench ends with.
 RESULT = re.compile(
-    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; .*latency",
-    re.MULTILINE,
+    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; .*latency", re.MULTILINE
 )
 LIMIT = 600  # seconds; a hang is not what these tests look for
 

@@ -13,10 +13,7 @@ from onnx import TensorProto
 from tests.support.onnx_text import batch_norm, model
 
 _NORM = "BatchNormalization ({x}, p_s, p_b, p_m, p_v)"
-_HEADS = (
-    "g (float[N,6,H,W] x) => (float[N,8,A,B] y)",
-    "g (float[N,6,H,W] x) => (float[N,6,A,B] y)",
-)
+_HEADS = ("g (float[N,6,H,W] x) => (float[N,8,A,B] y)", "g (float[N,6,H,W] x) => (float[N,6,A,B] y)")
 # Graphs in ONNX text, and the shapes of their parameters.
 _TEXTS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "conv": (f"{_HEADS[0]} {{ z = Conv <pads = [1, 1, 1, 1]> (x, w, b)\n t = {_NORM.format(x='z')}\n y = Relu (t) }}",

@@ -23,11 +23,7 @@ NORMS = {
     "largest": "n = ReduceMax <axes = [1, 2, 3]> (v)\n e = Exp (n)\n w = Div (v, e)",
     "standardised": "m = ReduceMean <axes = [1, -2, -1]> (v)\n d = Sub (v, m)\n n = ReduceL2 <axes = [1, 2, 3]> (d)\n w = Div (d, n)",
 }
-GIVEN = {
-    "axes": np.array([1, 2, 3]),
-    "two": np.array(2, np.int64),
-    "half": np.array(0.5, np.float32),
-}
+GIVEN = {"axes": np.array([1, 2, 3]), "two": np.array(2, np.int64), "half": np.array(0.5, np.float32)}
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -46,10 +46,7 @@ def test_options_serve_several_sessions(victim: Path, large: bool, monkeypatch: 
         proto = example()
         proto.graph.initializer[0].name = proto.graph.node[0].input[1] = "v"
         other.write_bytes(proto.SerializeToString())
-        sessions += [
-            InferenceSession(other, sess_options=options),
-            InferenceSession(victim, sess_options=options),
-        ]
+        sessions += [InferenceSession(other, sess_options=options), InferenceSession(victim, sess_options=options)]
     for session in sessions:
         np.testing.assert_allclose(session.run(None, {"x": X})[0], X @ WEIGHT, rtol=1e-4, atol=1e-4)
 

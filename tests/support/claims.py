@@ -13,3 +13,9 @@ def prove_claims(source: Source, candidate: Source, report: FoldReport) -> Verif
     """Prove the folds of `report`, which made `candidate` of `source`, where they stand."""
     pair = Pair(load(source), load(candidate), inlined=report.inlined)
     return prove_fold(pair.unfolded, pair.candidate, report.claims)
+
+
+def outcome(verdict: Verification | None) -> tuple[str, list[str]]:
+    """Return the status of a verdict, and the marks of its folds."""
+    assert verdict is not None
+    return verdict.status, [proof.method for proof in verdict.sites]

@@ -97,6 +97,20 @@ def _plain(body: str) -> tuple[str, dict[str, tuple[int, ...]]]:
     return _SHAPED.sub(shaped, _NORM.sub(norm, body)), shapes
 
 
+def array_of(proto: onnx.ModelProto, name: str) -> np.ndarray:
+    """Return a copy of an initializer."""
+    return onnx.numpy_helper.to_array(next(each for each in proto.graph.initializer if each.name == name)).copy()
+
+
+def with_arrays(proto: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """Return a copy with other numbers in some initializers."""
+    changed = onnx.ModelProto.FromString(proto.SerializeToString())
+    for tensor in changed.graph.initializer:
+        if tensor.name in arrays:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[tensor.name], tensor.name))
+    return changed
+
+
 def in_double(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The same model with every float32 a float64."""
     double = onnx.ModelProto()

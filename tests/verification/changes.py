@@ -35,18 +35,60 @@ _WORDS = {
 }
 
 
-def attribute(model: onnx.ModelProto, generator: Generator) -> str | None:
+# Each change takes a model, changes it in one place, and says how; None where there is no place for it.
+CHANGES: dict[str, Change] = {}
+
+
+def on_model(change: Change) -> Change:
+    CHANGES[change.__name__] = change
+    return change
+
+
+def on_node(wanted: Callable[[onnx.NodeProto, onnx.ModelProto], bool] = lambda node, _: bool(node.input)) -> Any:
+    """Register a change of one of the nodes that are `wanted`."""
+
+    def register(change: Callable[..., str | None]) -> Change:
+        def changed(model: onnx.ModelProto, generator: Generator) -> str | None:
+            nodes = [node for graph in _graphs(model.graph) for node in graph.node if wanted(node, model)]
+            return change(model, generator, nodes[generator.integers(len(nodes))]) if nodes else None
+
+        changed.__name__ = change.__name__
+        return on_model(changed)
+
+    return register
+
+
+def on_tensor(wanted: Callable[[onnx.TensorProto], bool]) -> Any:
+    """Register a change of the array of one initializer; it returns the new array with words, or None."""
+
+    def register(change: Callable[..., tuple[np.ndarray, str] | None]) -> Change:
+        def changed(model: onnx.ModelProto, generator: Generator) -> str | None:
+            tensors = [tensor for tensor in model.graph.initializer if wanted(tensor)]
+            if not tensors:
+                return None
+            tensor = tensors[generator.integers(len(tensors))]
+            array = onnx.numpy_helper.to_array(tensor)
+            new, words = change(model, generator, tensor.name, array.copy()) or (array, "")
+            if new.shape == array.shape and new.tobytes() == array.tobytes():
+                return None
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(new), tensor.name))
+            return words
+
+        changed.__name__ = change.__name__
+        return on_model(changed)
+
+    return register
+
+
+@on_node(lambda node, model: bool(_schema(model, node)))
+def attribute(model: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Change an attribute, or write out one that has its default."""
-    node = _node(model, generator, lambda node: bool(_schema(model, node)))
-    if node is None:
-        return None
-    declared = _schema(model, node)
+    declared, kinds = _schema(model, node), onnx.defs.OpSchema.AttrType
     name = str(generator.choice(sorted(declared)))
-    given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-    kinds = onnx.defs.OpSchema.AttrType
-    value = given.get(name)
+    value = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}.get(name)
+    new: Any = None
     if declared[name] == kinds.INT:
-        new: Any = int(value or 0) + int(generator.choice([-1, 1, 2]))
+        new = int(value or 0) + int(generator.choice([-1, 1, 2]))
     elif declared[name] == kinds.FLOAT:
         new = float(generator.choice([0.5, 2.0, -1.0, 1.1])) * (float(value) if value else 0.1)
     elif declared[name] == kinds.INTS:
@@ -57,32 +99,25 @@ def attribute(model: onnx.ModelProto, generator: Generator) -> str | None:
             new[generator.integers(len(new))] += int(generator.choice([-1, 1]))
     elif declared[name] == kinds.STRING:
         new = str(generator.choice(_WORDS.get(name, ("none",))))
-    else:
+    if new is None or new == value:
         return None
-    if new == value:
-        return None
-    kept = [each for each in node.attribute if each.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*kept, onnx.helper.make_attribute(name, new)])
+    _keep(node, lambda each: each.name != name)
+    node.attribute.append(onnx.helper.make_attribute(name, new))
     return f"{node.op_type}.{name} from {value} to {new}"
 
 
-def dropped(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node(lambda node, _: bool(node.attribute))
+def dropped(_: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Leave out an attribute."""
-    node = _node(model, generator, lambda node: bool(node.attribute))
-    if node is None:
-        return None
     index = int(generator.integers(len(node.attribute)))
     text = f"{node.op_type} without {node.attribute[index].name}"
     del node.attribute[index]
     return text
 
 
-def exchanged(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node(lambda node, _: len(node.input) > 1 or node.op_type == "If")
+def exchanged(_: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Exchange two operands, or the branches of an If."""
-    node = _node(model, generator, lambda node: len(node.input) > 1 or node.op_type == "If")
-    if node is None:
-        return None
     if node.op_type == "If":
         for branch in node.attribute:
             branch.name = {"then_branch": "else_branch", "else_branch": "then_branch"}[branch.name]
@@ -94,71 +129,53 @@ def exchanged(model: onnx.ModelProto, generator: Generator) -> str | None:
     return f"operands {first} and {second} of {node.op_type}"
 
 
-def bypassed(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node(lambda node, model: bool(node.input) and node.output[0] not in _results(model))
+def bypassed(model: onnx.ModelProto, _: Generator, node: onnx.NodeProto) -> str | None:
     """Let the readers of a node read its input."""
-    outputs = {value.name for graph in _graphs(model.graph) for value in graph.output}
-    node = _node(model, generator, lambda node: bool(node.input) and node.output[0] not in outputs)
-    if node is None:
-        return None
     _read(model, node.output[0], node.input[0])
     return f"without {node.op_type}"
 
 
-def doubled(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node()
+def doubled(model: onnx.ModelProto, _: Generator, node: onnx.NodeProto) -> str | None:
     """Apply a node twice."""
-    node = _node(model, generator, lambda node: bool(node.input))
-    if node is None:
-        return None
-    text = f"{node.op_type} twice"
-    twin = copy.deepcopy(node)
+    text, twin = f"{node.op_type} twice", copy.deepcopy(node)
     twin.name = f"{node.name}_twice"
-    first = f"{node.output[0]}_once"
     graph, place = _home(model, node)
-    node.output[0] = first
-    twin.input[0] = first
+    node.output[0] = twin.input[0] = f"{node.output[0]}_once"
     graph.node.insert(place + 1, twin)
     return text
 
 
-def replaced(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node(lambda node, _: any(node.op_type in family for family in RELATIVES))
+def replaced(model: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Put a relative in the place of a node."""
-    node = _node(model, generator, lambda node: any(node.op_type in family for family in RELATIVES))
-    if node is None:
-        return None
     family = next(family for family in RELATIVES if node.op_type in family)
     other = str(generator.choice([each for each in family if each != node.op_type]))
     text = f"{other} for {node.op_type}"
     node.op_type = other
     known = _schema(model, node)
-    kept = [each for each in node.attribute if each.name in known]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    _keep(node, lambda each: each.name in known)
     return text
 
 
-def narrowed(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node()
+def narrowed(model: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Cast a value to a narrower type and back."""
     kinds = onnx.TensorProto
     kind = int(generator.choice([kinds.FLOAT16, kinds.BFLOAT16, kinds.INT32, kinds.INT8, kinds.BOOL, kinds.INT64]))
-    node = _node(model, generator, lambda node: bool(node.input))
-    if node is None:
-        return None
     index = int(generator.integers(len(node.input)))
     name = node.input[index]
-    given = {tensor.name: tensor for tensor in model.graph.initializer}
-    if not name or (name in given and given[name].data_type != kinds.FLOAT):
+    if not name or any(each.name == name and each.data_type != kinds.FLOAT for each in model.graph.initializer):
         return None
     graph, place = _home(model, node)
-    casts = [
-        onnx.helper.make_node("Cast", [name], ["narrow"], name="narrow", to=kind),
-        onnx.helper.make_node("Cast", ["narrow"], ["widened"], name="widened", to=kinds.FLOAT),
-    ]
-    for offset, cast in enumerate(casts):
-        graph.node.insert(place + offset, cast)
-    node.input[index] = "widened"
+    graph.node.insert(place, onnx.helper.make_node("Cast", ["narrow"], ["widened"], name="widened", to=kinds.FLOAT))
+    graph.node.insert(place, onnx.helper.make_node("Cast", [name], ["narrow"], name="narrow", to=kind))
+    graph.node[place + 2].input[index] = "widened"
     return f"{node.op_type} reads {onnx.TensorProto.DataType.Name(kind)} at {index}"
 
 
+@on_model
 def opset(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Declare another opset, without conversion."""
     own = model.opset_import[0].version
@@ -167,28 +184,22 @@ def opset(model: onnx.ModelProto, generator: Generator) -> str | None:
     return f"opset {version}"
 
 
-def moved(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node()
+def moved(model: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Let an operand be another value."""
-    node = _node(model, generator, lambda node: bool(node.input))
-    if node is None:
-        return None
     graph, place = _home(model, node)
     values = ["x", *(name for each in list(graph.node)[:place] for name in each.output)]
-    values += [tensor.name for tensor in model.graph.initializer]
     index = int(generator.integers(len(node.input)))
-    other = str(generator.choice(values))
+    other = str(generator.choice(values + [tensor.name for tensor in model.graph.initializer]))
     if other == node.input[index]:
         return None
     node.input[index] = other
     return f"operand {index} of {node.op_type} is {other}"
 
 
-def outputs(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_node(lambda node, _: node.op_type in ("Split", "Dropout", "MaxPool", "BatchNormalization"))
+def outputs(model: onnx.ModelProto, generator: Generator, node: onnx.NodeProto) -> str | None:
     """Give a node another number of outputs."""
-    several = ("Split", "Dropout", "MaxPool", "BatchNormalization")
-    node = _node(model, generator, lambda node: node.op_type in several)
-    if node is None:
-        return None
     if node.op_type == "Split" and len(node.output) > 1 and generator.integers(2):
         dropped_output = node.output.pop()
         _read(model, dropped_output, node.output[0])
@@ -197,36 +208,19 @@ def outputs(model: onnx.ModelProto, generator: Generator) -> str | None:
     return f"{node.op_type} with {len(node.output)} outputs"
 
 
-def shaped(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_tensor(lambda tensor: tensor.data_type == onnx.TensorProto.FLOAT and bool(tensor.dims) and np.prod(tensor.dims) > 1)
+def shaped(_: onnx.ModelProto, generator: Generator, name: str, array: np.ndarray) -> tuple[np.ndarray, str]:
     """Give a constant another shape. Not axes and sizes: a matrix of them makes ONNX Runtime abort."""
-    floats = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
-    tensors = [tensor for tensor in floats if tensor.dims and np.prod(tensor.dims) > 1]
-    if not tensors:
-        return None
-    tensor = tensors[generator.integers(len(tensors))]
-    array = onnx.numpy_helper.to_array(tensor)
-    ways = (
-        lambda: array[None],
-        lambda: array[..., None],
-        lambda: array.reshape(-1),
-        lambda: array.T,
-        lambda: np.swapaxes(array, -1, -2) if array.ndim > 1 else array,
-        array.squeeze,
-        lambda: array[:1],
-        lambda: np.concatenate([array, array]),
-    )
-    new = np.ascontiguousarray(ways[generator.integers(len(ways))]())
-    if new.shape == array.shape and np.array_equal(new, array):
-        return None
-    text = f"{tensor.name} from {list(array.shape)} to {list(new.shape)}"
-    tensor.CopyFrom(onnx.numpy_helper.from_array(new, tensor.name))
-    return text
+    swapped = np.swapaxes(array, -1, -2) if array.ndim > 1 else array
+    ways = (array[None], array[..., None], array.reshape(-1), array.T, swapped, array.squeeze(), array[:1])
+    new = (*ways, np.concatenate([array, array]))[generator.integers(len(ways) + 1)]
+    return new, f"{name} from {list(array.shape)} to {list(new.shape)}"
 
 
-def nudged(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_tensor(lambda tensor: tensor.data_type in _FLOATS)
+def nudged(_: onnx.ModelProto, generator: Generator, name: str, array: np.ndarray) -> tuple[np.ndarray, str] | None:
     """Move one element by four units in the last place of the largest of its row, or of a vector."""
-    tensor, array = _floats(model, generator)
-    if tensor is None or not array.size:
+    if not array.size:
         return None
     rows = array.reshape(len(array), -1) if array.ndim > 1 else array.reshape(1, -1)
     row = rows[generator.integers(len(rows))]
@@ -236,79 +230,51 @@ def nudged(model: onnx.ModelProto, generator: Generator) -> str | None:
     unit = 2.0 ** (np.floor(np.log2(largest)) - ml_dtypes.finfo(array.dtype).nmant)
     place = generator.integers(row.size)
     row[place] = (row[place].astype(np.float64) + 4 * unit).astype(array.dtype)
-    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    return f"last digits of {tensor.name}"
+    return array, f"last digits of {name}"
 
 
-def permuted(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_tensor(lambda tensor: tensor.data_type in _FLOATS)
+def permuted(_: onnx.ModelProto, generator: Generator, name: str, array: np.ndarray) -> tuple[np.ndarray, str] | None:
     """Exchange two rows or columns of a constant, or two of its axes that have one size: an error that no shape shows."""
-    tensor, array = _floats(model, generator)
-    if tensor is None:
-        return None
     square = [axis for axis in range(array.ndim - 1) if array.shape[axis] == array.shape[axis + 1] > 1]
-    if square and generator.integers(2):
-        axis = square[generator.integers(len(square))]
-        new = np.ascontiguousarray(np.swapaxes(array, axis, axis + 1))
+    axes = square if square and generator.integers(2) else [axis for axis, size in enumerate(array.shape) if size > 1]
+    if not axes:
+        return None
+    axis = axes[generator.integers(len(axes))]
+    if axes is square:
+        new = np.swapaxes(array, axis, axis + 1)
     else:
-        axes = [axis for axis, size in enumerate(array.shape) if size > 1]
-        if not axes:
-            return None
-        axis = axes[generator.integers(len(axes))]
-        new = array.copy()
+        order = np.arange(array.shape[axis])
         first, second = generator.choice(array.shape[axis], 2, replace=False)
-        order = list(range(array.shape[axis]))
-        order[first], order[second] = order[second], order[first]
+        order[[first, second]] = order[[second, first]]
         new = np.take(array, order, axis)
-    if np.array_equal(new, array):
-        return None
-    tensor.CopyFrom(onnx.numpy_helper.from_array(new, tensor.name))
-    return f"{tensor.name} along axis {axis}"
+    return new, f"{name} along axis {axis}"
 
 
-def _floats(model: onnx.ModelProto, generator: Generator) -> tuple[onnx.TensorProto, np.ndarray] | tuple[None, None]:
-    """Choose an initializer of floats; return it with a copy of its array."""
-    kinds = (*(getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")),)
-    found = [tensor for tensor in model.graph.initializer if tensor.data_type in kinds]
-    if not found:
-        return None, None
-    tensor = found[generator.integers(len(found))]
-    return tensor, onnx.numpy_helper.to_array(tensor).copy()
-
-
-def scaled(model: onnx.ModelProto, generator: Generator) -> str | None:
+@on_tensor(lambda tensor: bool(np.prod(tensor.dims, dtype=int)))
+def scaled(model: onnx.ModelProto, generator: Generator, name: str, array: np.ndarray) -> tuple[np.ndarray, str]:
     """Multiply a constant, or one of its elements."""
-    tensors = [tensor for tensor in model.graph.initializer if np.prod(tensor.dims, dtype=int)]
-    if not tensors:
-        return None
-    tensor = tensors[generator.integers(len(tensors))]
-    array = onnx.numpy_helper.to_array(tensor).copy()
-    reader = next(
-        (node.op_type for graph in _graphs(model.graph) for node in graph.node if tensor.name in node.input), "nothing"
-    )
+    readers = (node.op_type for graph in _graphs(model.graph) for node in graph.node if name in node.input)
     place = np.unravel_index(generator.integers(array.size), array.shape) if generator.integers(2) else ...
     if array.dtype.kind in "fV":
-        factor = array.dtype.type(generator.choice([1.01, -1.0, 2.0, 0.5]))
-        array[place] = array[place] * factor
+        array[place] = array[place] * array.dtype.type(generator.choice([1.01, -1.0, 2.0, 0.5]))
     else:
         array[place] = array[place] + generator.choice([-1, 1])
-    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    return f"{'an element' if place is not ... else 'all'} of {tensor.name}, read by {reader}"
+    return array, f"{'an element' if place is not ... else 'all'} of {name}, read by {next(readers, 'nothing')}"
 
 
-CHANGES: dict[str, Change] = {
-    each.__name__: each
-    for each in (
-        *(attribute, dropped, exchanged, bypassed, doubled, replaced, narrowed, opset, moved, outputs, shaped, scaled),
-        *(nudged, permuted),
-    )
-}
+_FLOATS = tuple(getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"))
 
 
-def _node(
-    model: onnx.ModelProto, generator: Generator, wanted: Callable[[onnx.NodeProto], bool]
-) -> onnx.NodeProto | None:
-    nodes = [node for graph in _graphs(model.graph) for node in graph.node if wanted(node)]
-    return nodes[generator.integers(len(nodes))] if nodes else None
+def _keep(node: onnx.NodeProto, wanted: Callable[[onnx.AttributeProto], bool]) -> None:
+    """Leave out the attributes that are not wanted."""
+    kept = [each for each in node.attribute if wanted(each)]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _results(model: onnx.ModelProto) -> set[str]:
+    return {value.name for graph in _graphs(model.graph) for value in graph.output}
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -350,11 +316,10 @@ def differs(first: onnx.ModelProto, second: onnx.ModelProto) -> bool:
             except Exception:  # one of them does not run: nobody is misled
                 continue
             for one, two in zip(*got, strict=True):
-                if one.shape != two.shape:
-                    return True
-                size = np.abs(one.astype(np.float64)).max(initial=0.0)
-                bound = 1e-4 if one.dtype == np.float32 else 0.05
-                if np.abs(one.astype(np.float64) - two.astype(np.float64)).max(initial=0.0) > bound * size:
+                wide, bound = one.astype(np.float64), 1e-4 if one.dtype == np.float32 else 0.05
+                if one.shape != two.shape or np.abs(wide - two).max(initial=0.0) > bound * np.abs(wide).max(
+                    initial=0.0
+                ):
                     return True
     return False
 

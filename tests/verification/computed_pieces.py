@@ -21,15 +21,23 @@ def _choose(builder: Builder, *choices: Callable[[], str]) -> str:
     return choices[builder.generator.integers(len(choices))]()
 
 
-def _constant(builder: Builder, array: np.ndarray) -> str:
+def constant(builder: Builder, array: np.ndarray) -> str:
     name = f"c{len(builder.initializers)}"
     builder.initializers.append(onnx.numpy_helper.from_array(array, name))
     return name
 
 
+def _number(builder: Builder, value: float, dtype: type = np.int64) -> str:
+    return constant(builder, np.array(value, dtype))
+
+
 def _small(builder: Builder, *shape: int) -> str:
     """Return numbers that do not multiply the rounding of what they are applied to several times."""
-    return _constant(builder, (builder.generator.standard_normal(shape) / 8).astype(np.float32))
+    return constant(builder, (builder.generator.standard_normal(shape) / 8).astype(np.float32))
+
+
+def _widened(builder: Builder, array: np.ndarray) -> str:
+    return _aside(builder, "Cast", constant(builder, array.astype(np.float16)), to=FLOAT)
 
 
 def _aside(builder: Builder, op_type: str, *inputs: str, **attributes: object) -> str:
@@ -54,6 +62,11 @@ def _scalar(builder: Builder, value: str) -> str:
 
 def _axis(builder: Builder) -> int:
     return int(builder.generator.choice([0, 2, 3]))
+
+
+def _count(builder: Builder, size: Callable[[], str]) -> str:
+    zero, one = _number(builder, 0), _number(builder, 1)
+    return _aside(builder, "Range", zero, _scalar(builder, size()), one)
 
 
 def _along(builder: Builder, value: str, axis: int) -> str:
@@ -98,10 +111,8 @@ def _cut(builder: Builder) -> None:
 def _positions(builder: Builder) -> None:
     """Rows of a table, as many as there are images, rows or columns: the first ones, or those that Range counts."""
     axis = _axis(builder)
-    size = _size(builder, axis)
-    table = builder.parameter(ROWS)
-    zero, one = _constant(builder, np.array(0, np.int64)), _constant(builder, np.array(1, np.int64))
-    count = _aside(builder, "Range", zero, _scalar(builder, size), one)
+    size, table = _size(builder, axis), builder.parameter(ROWS)
+    count = _count(builder, lambda: size)
     picked = _choose(
         builder,
         lambda: _aside(builder, "Slice", table, builder.integers(0), size),
@@ -113,16 +124,12 @@ def _positions(builder: Builder) -> None:
 
 def _expanded(builder: Builder) -> None:
     """Constants that are expanded to the shape of the last tensor."""
-    channels = builder.shape[1]
-    shape = _aside(builder, "Shape", builder.value)
+    shape, number = _aside(builder, "Shape", builder.value), builder.generator.standard_normal
     filled = _choose(
         builder,
-        lambda: _aside(builder, "Expand", builder.parameter(channels, 1, 1), shape),
+        lambda: _aside(builder, "Expand", builder.parameter(builder.shape[1], 1, 1), shape),
         lambda: _aside(
-            builder,
-            "ConstantOfShape",
-            shape,
-            value=onnx.numpy_helper.from_array(builder.generator.standard_normal(1).astype(np.float32)),
+            builder, "ConstantOfShape", shape, value=onnx.numpy_helper.from_array(number(1).astype(np.float32))
         ),
     )
     _joined(builder, filled)
@@ -131,8 +138,7 @@ def _expanded(builder: Builder) -> None:
 def _masked(builder: Builder) -> None:
     """Another factor for all but the first images, rows or columns."""
     axis = _axis(builder)
-    zero, one = _constant(builder, np.array(0, np.int64)), _constant(builder, np.array(1, np.int64))
-    count = _aside(builder, "Range", zero, _scalar(builder, _size(builder, axis)), one)
+    count = _count(builder, lambda: _size(builder, axis))
     first = builder.integers(int(builder.generator.choice([2, 100])))
     mask = _along(builder, _aside(builder, "Less", count, first), axis)
     scaled = _aside(builder, "Mul", builder.value, builder.parameter(builder.shape[1], 1, 1))
@@ -142,51 +148,41 @@ def _masked(builder: Builder) -> None:
 # Constants
 
 
-def _weights(builder: Builder) -> str:
-    """Return weights of a 1x1 convolution to 6 channels that nodes compute."""
-    shape = (6, builder.shape[1], 1, 1)
-    weight = builder.parameter(*shape)
+def _standardised(builder: Builder, _: str) -> str:
+    array = builder.generator.standard_normal((6, builder.shape[1], 3, 3)).astype(np.float32)
+    if builder.generator.integers(2):
+        array[0] = 2 + array[0] / 1024
+    whole = constant(builder, array)
+    centred = _aside(builder, "Sub", whole, _aside(builder, "ReduceMean", whole, axes=[1, 2, 3], keepdims=1))
+    squares = _aside(builder, "Mul", centred, centred)
+    variance = _aside(builder, "ReduceMean", squares, axes=[1, 2, 3], keepdims=1)
+    wide = _aside(builder, "Add", variance, _number(builder, 1e-5, np.float32))
+    return _aside(builder, "Div", centred, _aside(builder, "Sqrt", wide))
 
-    def standardised() -> str:
-        array = builder.generator.standard_normal((6, builder.shape[1], 3, 3)).astype(np.float32)
-        if builder.generator.integers(2):
-            array[0] = 2 + array[0] / 1024
-        whole = _constant(builder, array)
-        mean = _aside(builder, "ReduceMean", whole, axes=[1, 2, 3], keepdims=1)
-        centred = _aside(builder, "Sub", whole, mean)
-        squares = _aside(builder, "Mul", centred, centred)
-        variance = _aside(builder, "ReduceMean", squares, axes=[1, 2, 3], keepdims=1)
-        epsilon = _constant(builder, np.array(1e-5, np.float32))
-        return _aside(builder, "Div", centred, _aside(builder, "Sqrt", _aside(builder, "Add", variance, epsilon)))
 
-    def normalised() -> str:
-        length = _aside(builder, "ReduceL2", weight, axes=[1, 2, 3], keepdims=1)
-        return _aside(builder, "Mul", _aside(builder, "Div", weight, length), builder.parameter(6, 1, 1, 1))
+def _normalised(builder: Builder, weight: str) -> str:
+    length = _aside(builder, "ReduceL2", weight, axes=[1, 2, 3], keepdims=1)
+    return _aside(builder, "Mul", _aside(builder, "Div", weight, length), builder.parameter(6, 1, 1, 1))
 
-    def cancelled() -> str:
-        size = float(builder.generator.choice([2.0, 1e3, 1e5]))
-        large = _constant(builder, np.full(shape, size, np.float32))
-        return _aside(builder, "Sub", _aside(builder, "Add", weight, large), large)
 
-    def narrow() -> str:
-        array = builder.generator.standard_normal(shape).astype(np.float16)
-        return _aside(builder, "Cast", _constant(builder, array), to=FLOAT)
+def _cancelled(builder: Builder, weight: str) -> str:
+    size = float(builder.generator.choice([2.0, 1e3, 1e5]))
+    large = constant(builder, np.full((6, builder.shape[1], 1, 1), size, np.float32))
+    return _aside(builder, "Sub", _aside(builder, "Add", weight, large), large)
 
-    return _choose(builder, standardised, normalised, cancelled, narrow)
+
+def _half(builder: Builder, _: str) -> str:
+    return _widened(builder, builder.generator.standard_normal((6, builder.shape[1], 1, 1)))
 
 
 def _computed_weights(builder: Builder) -> None:
-    n, _, h, w = builder.shape
-    weights = _weights(builder)
-    narrow = builder.generator.standard_normal(6).astype(np.float16)
-    bias = _choose(
-        builder,
-        lambda: "",
-        lambda: builder.parameter(6),
-        lambda: _aside(builder, "Cast", _constant(builder, narrow), to=FLOAT),
-    )
-    standardised = next(node for node in builder.nodes if weights in node.output).op_type == "Div"
-    pads = [1] * 4 if standardised else [0] * 4
+    """A convolution to 6 channels whose weights nodes compute."""
+    n, channels, h, w = builder.shape
+    weight = builder.parameter(6, channels, 1, 1)
+    way = (_standardised, _normalised, _cancelled, _half)[builder.generator.integers(4)]
+    weights, narrow = way(builder, weight), builder.generator.standard_normal(6)
+    bias = _choose(builder, lambda: "", lambda: builder.parameter(6), lambda: _widened(builder, narrow))
+    pads = [int(way is _standardised)] * 4
     builder.apply("Conv", builder.value, weights, *filter(None, [bias]), shape=(n, 6, h, w), pads=pads)
 
 
@@ -225,15 +221,17 @@ def _same_channels(body: Builder) -> None:
 
 def _condition(builder: Builder) -> str:
     limit = builder.integers(int(builder.generator.choice([1, 2, 100])))
-    return _choose(
-        builder,
-        lambda: _constant(builder, np.array(bool(builder.generator.integers(2)))),
-        lambda: _aside(builder, "Not", _constant(builder, np.array(bool(builder.generator.integers(2))))),
-        lambda: _scalar(builder, _aside(builder, "Greater", _size(builder, _axis(builder)), limit)),
-        lambda: _aside(
-            builder, "Greater", _aside(builder, "ReduceMean", builder.value, keepdims=0), builder.parameter()
-        ),
-    )
+
+    def truth() -> str:
+        return constant(builder, np.array(bool(builder.generator.integers(2))))
+
+    def mean() -> str:
+        return _aside(builder, "Greater", _aside(builder, "ReduceMean", builder.value, keepdims=0), builder.parameter())
+
+    def size() -> str:
+        return _scalar(builder, _aside(builder, "Greater", _size(builder, _axis(builder)), limit))
+
+    return _choose(builder, truth, lambda: _aside(builder, "Not", truth()), size, mean)
 
 
 def _conditional(builder: Builder) -> None:
@@ -251,11 +249,10 @@ def _conditional(builder: Builder) -> None:
 def _repeated(builder: Builder) -> None:
     """A body that is applied two or three times, with a factor that starts as a constant and becomes smaller."""
     place = len(builder.nodes)
-    prefix = f"{builder.prefix}l{place}_"
-    three = builder.integers(3)
+    prefix, three = f"{builder.prefix}l{place}_", builder.integers(3)
     count = _choose(
         builder,
-        lambda: _constant(builder, np.array(2, np.int64)),
+        lambda: _number(builder, 2),
         lambda: _scalar(builder, _aside(builder, "Min", _size(builder, _axis(builder)), three)),
     )
     factor = _small(builder, 1, builder.shape[1], 1, 1)
@@ -266,15 +263,9 @@ def _repeated(builder: Builder) -> None:
     carried = body.apply("Tanh", body.value)
     smaller = _aside(body, "Mul", names[3], _small(body, 1))
     going = _aside(body, "Identity", names[1])
-    kinds = (INT64, BOOL, FLOAT, FLOAT)
-    inputs = [
-        onnx.helper.make_tensor_value_info(name, kind, [] if kind != FLOAT else None)
-        for name, kind in zip(names, kinds, strict=True)
-    ]
-    outputs = [
-        onnx.helper.make_tensor_value_info(name, kind, [] if kind != FLOAT else None)
-        for name, kind in ((going, BOOL), (carried, FLOAT), (smaller, FLOAT))
-    ]
+    kinds, value = (INT64, BOOL, FLOAT, FLOAT), onnx.helper.make_tensor_value_info
+    inputs = [value(name, kind, [] if kind != FLOAT else None) for name, kind in zip(names, kinds, strict=True)]
+    outputs = [value(going, BOOL, []), value(carried, FLOAT, None), value(smaller, FLOAT, None)]
     graph = onnx.helper.make_graph(body.nodes, f"loop{place}", inputs, outputs)
     builder.apply("Loop", count, "", builder.value, factor, body=graph)
     builder.nodes[-1].output.append(f"{builder.value}_k")

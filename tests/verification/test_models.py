@@ -285,8 +285,7 @@ class TestSmallerInputs:
     def test_a_wrong_fold_is_found_on_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = bnexport.folding.context.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.context.scale_small",
-            lambda weight, factor, *rest: real(weight, factor * 1.001, *rest),
+            "bnexport.folding.context.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
         )
         with pytest.raises(VerificationError, match="output 'y': differs by"):
             fold(model(self.EXP, SHAPES), verify="whole")

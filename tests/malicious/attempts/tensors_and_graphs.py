@@ -11,13 +11,7 @@ import onnx.numpy_helper
 
 from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError
 from bnexport.model_io.wire import field
-from tests.malicious.attempts.base import (
-    HANDLED,
-    attempt,
-    on_proto,
-    weight_of,
-    write,
-)
+from tests.malicious.attempts.base import HANDLED, attempt, on_proto, weight_of, write
 from tests.support.onnx_text import model
 
 on_proto(
