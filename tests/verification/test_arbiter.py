@@ -15,13 +15,9 @@ from bnexport.runtime.engine import Serialised
 from bnexport.verification import oracle
 from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.oracle import PreciseModel
-from tests.support.onnx_text import batch_norm, model
+from tests.support.onnx_text import array_of, model, with_arrays
 
-LAYERS = """g (float[N,4,H,W] x) => (float[N,4,A,B] y) {
-    c = Conv (x, w)
-    b = BatchNormalization (c, p_s, p_b, p_m, p_v)
-    y = Relu (b) }"""
-SHAPES = {"w": (4, 4, 3, 3), **batch_norm("p", 4)}
+LAYERS = "g (float[N,4,H,W] x) => (float[N,4,A,B] y) { c = Conv (x, w:4.4.3.3) b = Norm (c, p:4) y = Relu (b) }"
 
 
 @pytest.mark.parametrize("name", ["Softmax", "LogSoftmax", "Hardmax"])
@@ -34,28 +30,20 @@ def test_the_default_axis_of_another_opset(name: str) -> None:
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 15])
 def test_wrong_weights_in_every_opset_of_batch_norm(opset: int) -> None:
-    proto = model(LAYERS, SHAPES, opset=opset, values={"p_m": np.full(4, 9, np.float32)})
-    wrong = onnx.ModelProto.FromString(proto.SerializeToString())
-    tensor = next(each for each in wrong.graph.initializer if each.name == "w")
-    tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * np.float32(1.01), "w"))
+    proto = model(LAYERS, opset=opset, values={"p_m": np.full(4, 9, np.float32)})
+    wrong = with_arrays(proto, {"w": array_of(proto, "w") * np.float32(1.01)})
     assert verify(proto, wrong, method="whole").status == "failed"
     assert verify(proto, proto, method="whole").passed
 
 
 def test_a_difference_is_not_outvoted_by_smaller_inputs() -> None:
     """Where inputs are small, every gate is one half, whatever pooled its input."""
-    body = """g (float[N,4,H,W] x) => (float[N,4,H,W] y) {{
-        c = Conv (x, w)
-        b = BatchNormalization <momentum = 0.999> (c, s, z, z, v)
-        r = Relu (b)
-        p = {} (r)
-        q = Conv (p, u)
-        k = Sigmoid (q)
-        y = Mul (r, k) }}"""
+    body = """g (float[N,4,H,W] x) => (float[N,4,H,W] y) {{ c = Conv (x, w:4.4.1.1)
+        b = BatchNormalization <momentum = 0.999> (c, s, z, z, v) r = Relu (b) p = {} (r) q = Conv (p, u:4.4.1.1)
+        k = Sigmoid (q) y = Mul (r, k) }}"""
     numbers = {name: np.full(4, value, np.float32) for name, value in (("s", 1e-3), ("z", 0), ("v", 1e-6))}
-    shapes = {"w": (4, 4, 1, 1), "u": (4, 4, 1, 1)}
     average, largest = (
-        model(body.format(name), shapes, opset=11, values=numbers) for name in ("GlobalAveragePool", "GlobalMaxPool")
+        model(body.format(f"Global{name}Pool"), opset=11, values=numbers) for name in ("Average", "Max")
     )
     result = verify(average, largest, method="whole")
     assert (result.status, result.input_scale) == ("failed", 1.0)
@@ -63,82 +51,66 @@ def test_a_difference_is_not_outvoted_by_smaller_inputs() -> None:
 
 def test_nor_where_another_output_is_infinite() -> None:
     """exp(1000 x) is infinite, so that smaller inputs are tried: for those the two pools of 1 + x agree."""
-    body = """g (float[N,4,H,W] x) => (float[N,4,A,B] y, float[N,4,H,W] e) {{
-        k = Constant <value_float = 1000.0> ()
-        l = Mul (x, k)
-        e = Exp (l)
-        o = Constant <value_float = 1.0> ()
-        q = Mul (x, x)
-        r = Mul (q, q)
-        t = Add (o, r)
+    body = """g (float[N,4,H,W] x) => (float[N,4,A,B] y, float[N,4,H,W] e) {{ k = Constant <value_float = 1000.0> ()
+        l = Mul (x, k) e = Exp (l) o = Constant <value_float = 1.0> () q = Mul (x, x) r = Mul (q, q) t = Add (o, r)
         y = {} (t) }}"""
     result = verify(model(body.format("GlobalAveragePool")), model(body.format("GlobalMaxPool")))
     assert (result.status, result.input_scale) == ("failed", 1.0)
     assert result.reason.startswith("output 'y'")
 
 
-class TestBelief:
-    """onnx.reference is believed where it agrees with ONNX Runtime on the reference model."""
+# onnx.reference is believed where it agrees with ONNX Runtime on the reference model.
 
-    @staticmethod
-    def values(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-        feeds = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6))}
-        oracle.retype(proto, onnx.TensorProto.DOUBLE)
-        return onnx_reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
 
-    def test_right_operators(self) -> None:
-        proto, agreed = model(LAYERS, SHAPES, opset=11), set[oracle.Form]()
-        assert not oracle.find_doubt(proto, self.values(proto), agreed)
-        assert sorted(form[1] for form in agreed) == ["BatchNormalization", "Conv", "Relu"]
+def doubt(proto: onnx.ModelProto) -> tuple[str, list[str]]:
+    """Return why it is not believed, and the operators on which both agreed."""
+    feeds, agreed = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6))}, set[oracle.Form]()
+    oracle.retype(proto, onnx.TensorProto.DOUBLE)
+    values = onnx_reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
+    return oracle.find_doubt(proto, values, agreed), sorted(form[1] for form in agreed)
 
-    def test_an_ill_conditioned_one(self) -> None:
-        """Where rounding errors of the batch norm are as large as its output, random numbers show that it is right."""
-        numbers = {"p_m": np.full(4, 1e8, np.float32)}
-        proto = model(LAYERS, SHAPES, values=numbers)
-        assert not oracle.find_doubt(proto, self.values(proto), set())
 
-    def test_a_subgraph_reads_outer_values(self) -> None:
-        body = """g (float[N,4,H,W] x) => (float[N,4,H,W] y) {
-            t = Constant <value = bool {1}> ()
-            s = Mul (x, x)
-            y = If (t) <then_branch = a () => (float[N,4,H,W] u) { u = Add (x, s) },
-                        else_branch = b () => (float[N,4,H,W] v) { v = Sub (x, s) }> }"""
-        proto, agreed = model(body), set[oracle.Form]()
-        assert not oracle.find_doubt(proto, self.values(proto), agreed)
-        assert sorted(form[1] for form in agreed) == ["If", "Mul"]
+def test_right_operators() -> None:
+    """Also where a body reads outer values, and an ill-conditioned one, of which random numbers show that it is right."""
+    assert doubt(model(LAYERS, opset=11)) == ("", ["BatchNormalization", "Conv", "Relu"])
+    assert doubt(model(LAYERS, values={"p_m": np.full(4, 1e8, np.float32)}))[0] == ""
+    body = """g (float[N,4,H,W] x) => (float[N,4,H,W] y) { t = Constant <value = bool {1}> () s = Mul (x, x)
+        y = If (t) <then_branch = a () => (float[N,4,H,W] u) { u = Add (x, s) },
+                    else_branch = b () => (float[N,4,H,W] v) { v = Sub (x, s) }> }"""
+    assert doubt(model(body)) == ("", ["If", "Mul"])
 
-    def test_a_wrong_operator(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Relu(OpRun):
-            def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-                return (np.abs(x),)
 
-        monkeypatch.setattr(onnx_reference, "MENDED", (*onnx_reference.MENDED, Relu))
-        proto = model(LAYERS, SHAPES)
-        reason = oracle.find_doubt(proto, self.values(proto), set())
-        assert reason.startswith("onnx.reference is not believed for Relu of opset 17: it differs from ONNX Runtime: ")
-        precise = PreciseModel(Serialised(model(LAYERS, SHAPES).SerializeToString()), 30.0)
-        with pytest.raises(UnsupportedModelError, match="not believed for Relu"):
-            precise.run([{"x": np.ones((1, 4, 5, 5), np.float32)}], ["y"])
+def test_a_wrong_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Relu(OpRun):
+        def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
+            return (np.abs(x),)
 
-    @pytest.mark.parametrize("opset", [9, 11, 13, 17])
-    def test_float64_models_are_judged_by_it(self, opset: int) -> None:
-        """ONNX Runtime has no Conv of float64; it has one of float32 to compare each operator with."""
-        body = LAYERS.replace("float[", "double[")
-        result = fold(model(body, SHAPES, opset=opset, dtype="float64"), verify="whole").report.verification
-        assert result
-        assert result.engine.startswith("onnx.reference")
+    monkeypatch.setattr(onnx_reference, "MENDED", (*onnx_reference.MENDED, Relu))
+    reason = "onnx.reference is not believed for Relu of opset 17: it differs from ONNX Runtime: "
+    assert doubt(model(LAYERS))[0].startswith(reason)
+    precise = PreciseModel(Serialised(model(LAYERS).SerializeToString()), 30.0)
+    with pytest.raises(UnsupportedModelError, match="not believed for Relu"):
+        precise.run([{"x": np.ones((1, 4, 5, 5), np.float32)}], ["y"])
 
-    @pytest.mark.parametrize("wrong", [1.0, 2.0], ids=["right", "wrong"])
-    def test_without_another_engine_nothing_is_verified(self, wrong: float) -> None:
-        """ONNX Runtime has no Momentum."""
-        header = '<ir_version: 8, opset_import: ["": 17, "ai.onnx.preview.training": 1]>'
-        body = """g (float r, int64 t, float[4] x, float[4] d, float[4] v) => (float[4] y, float[4] z) {{
-            y, z = ai.onnx.preview.training.Momentum
-                <alpha = {}, beta = 0.1, norm_coefficient = 0.1, mode = "standard"> (r, t, x, d, v) }}"""
-        first, second = (model(body.format(alpha), header=header) for alpha in (0.5, 0.5 * wrong))
-        result = verify(first, second)
-        assert result.status == "not_verified"
-        assert "onnx.reference is not believed for ai.onnx.preview.training:Momentum" in result.reason
+
+@pytest.mark.parametrize("opset", [9, 11, 13, 17])
+def test_float64_models_are_judged_by_it(opset: int) -> None:
+    """ONNX Runtime has no Conv of float64; it has one of float32 to compare each operator with."""
+    proto = model(LAYERS.replace("float[", "double["), opset=opset, dtype="float64")
+    result = fold(proto, verify="whole").report.verification
+    assert result and result.engine.startswith("onnx.reference")
+
+
+@pytest.mark.parametrize("wrong", [1.0, 2.0], ids=["right", "wrong"])
+def test_without_another_engine_nothing_is_verified(wrong: float) -> None:
+    """ONNX Runtime has no Momentum."""
+    header = '<ir_version: 8, opset_import: ["": 17, "ai.onnx.preview.training": 1]>'
+    body = """g (float r, int64 t, float[4] x, float[4] d, float[4] v) => (float[4] y, float[4] z) {{
+        y, z = ai.onnx.preview.training.Momentum
+            <alpha = {}, beta = 0.1, norm_coefficient = 0.1, mode = "standard"> (r, t, x, d, v) }}"""
+    result = verify(*(model(body.format(alpha), header=header) for alpha in (0.5, 0.5 * wrong)))
+    assert result.status == "not_verified"
+    assert "onnx.reference is not believed for ai.onnx.preview.training:Momentum" in result.reason
 
 
 def test_the_values_of_a_selection_have_no_rounding_error() -> None:

@@ -11,12 +11,14 @@ import pytest
 from bnexport import verify
 from tests.support.onnx_text import model
 
-UNARY = (
-    *(("Relu", "Sigmoid"), ("Relu", "LeakyRelu"), ("Tanh", "Sigmoid"), ("Tanh", "Erf"), ("Floor", "Ceil")),
-    *(("Elu", "Selu"), ("Exp", "Softplus"), ("HardSigmoid", "Sigmoid")),
-)
-REDUCING = (("ReduceMean", "ReduceMax"), ("ReduceMin", "ReduceSum"))
-BINARY = (("Add", "Mul"), ("Add", "Mean"), ("Max", "Min"), ("Sub", "Div"))
+UNARY = "Relu Sigmoid, Relu LeakyRelu, Tanh Sigmoid, Tanh Erf, Floor Ceil, Elu Selu, Exp Softplus, HardSigmoid Sigmoid"
+# Nodes that make t, and operators of which one takes the other's place.
+WAYS = {
+    "t = OP (s)": UNARY,
+    "s_ = Mul (s, steep) t = OP (s_)": "Tanh Sigmoid, Tanh Erf",
+    "t = OP (s, r)": "Add Mul, Add Mean, Max Min, Sub Div",
+    "k = OP (s) t = Add (k, s)": "ReduceMean ReduceMax, ReduceMin ReduceSum",
+}
 # What follows, which type its result has, and which shape.
 HIDING = {
     "Greater": ("y = Greater (t, half)", "bool[N,6] y"),
@@ -30,14 +32,8 @@ HIDING = {
         "float[N,6] y",
     ),
 }
-STEEP = "s_ = Mul (s, steep) t = OP (s_)"
-VALUES = {
-    "steep": np.float32(1e5),
-    "half": np.float32(0.5),
-    "many": np.float32(5),
-    "zero": np.float32(0),
-    "two": np.float32(2),
-}
+NUMBERS = {"steep": 1e5, "half": 0.5, "many": 5, "zero": 0, "two": 2}
+VALUES = {name: np.float32(number) for name, number in NUMBERS.items()}
 
 
 def used(nodes: str) -> dict[str, np.float32]:
@@ -55,16 +51,10 @@ def made(nodes: str, hiding: str) -> onnx.ModelProto:
 @pytest.mark.parametrize("hiding", HIDING)
 def test_no_exchange_passes(hiding: str) -> None:
     passed = []
-    ways = (
-        ("t = OP (s)", UNARY),
-        (STEEP, UNARY[2:4]),
-        ("t = OP (s, r)", BINARY),
-        ("k = OP (s) t = Add (k, s)", REDUCING),
-    )
-    for nodes, pairs in ways:
-        for pair in pairs:
-            first, second = (made(nodes.replace("OP", kind), hiding) for kind in pair)
-            passed += [each for each in ((first, second), (second, first)) if verify(*each).passed]
+    for nodes, kinds in WAYS.items():
+        for pair in kinds.split(", "):
+            first, second = (made(nodes.replace("OP", kind), hiding) for kind in pair.split())
+            passed += [pair for each in ((first, second), (second, first)) if verify(*each).passed]
     assert passed == []
 
 

@@ -30,13 +30,7 @@ def test_one_output_decides(outputs: tuple[OutputComparison, ...], status: str, 
     assert bool(verdict) is verdict.passed is (status == "passed")
 
 
-def test_nothing_compared_is_not_passed() -> None:
-    verdict = Verification.skipped("no engine")
-    assert not verdict
-    assert verdict.summary() == "not verified: no engine; 0 folds proved, 0 compared only"
-
-
-def test_summary_names_the_output_nearest_to_its_bound() -> None:
+def test_a_summary_names_the_output_nearest_to_its_bound() -> None:
     near = dataclasses.replace(GOOD, name="near", max_abs_diff=9e-7, engine="an engine")
     verdict = Verification.of([GOOD, near], sizes=(((1, 2),), ((3, 2),)), input_scale=0.125)
     assert verdict.summary() == (
@@ -44,6 +38,9 @@ def test_summary_names_the_output_nearest_to_its_bound() -> None:
         "; 0 folds proved, 0 compared only"
     )
     assert Verification.of([GOOD, near, BAD]).summary(folds=False) == "output 'z': differs by 0.5, allowed 1e-06"
+    # What has no engine is not passed.
+    assert not Verification.skipped("no engine")
+    assert Verification.skipped("no engine").summary() == "not verified: no engine; 0 folds proved, 0 compared only"
 
 
 def test_a_value_beyond_the_table_is_nearer_than_one_within_it() -> None:
@@ -95,23 +92,18 @@ PROVED, COMPARED, LEFT, WRONG = (
 )
 
 
-@pytest.mark.parametrize(
-    ("status", "method", "sites", "text"),
-    [
-        ("passed", "whole", (), "0 folds proved, 0 compared only"),
-        ("passed", "whole", (LEFT, LEFT), "0 folds proved, 2 compared only"),
-        ("passed", "both", (PROVED, LEFT), "1 fold proved, 1 compared only, errors within 1e-07 of the largest weight"),
-        (
-            "passed",
-            "local",
-            (PROVED,) * 2,
-            "2 folds proved, 0 compared only, errors within 1e-07 of the largest weight",
-        ),
-        ("passed", "local", (COMPARED,), "0 folds proved, 1 compared only, errors within 1e-06 of the largest weight"),
-        ("not_verified", "both", (LEFT,), "0 folds proved, 0 compared only, 1 not checked"),
-        ("failed", "both", (WRONG,), "0 folds proved, 0 compared only, 1 refuted"),
-    ],
-)
+COUNTS = [
+    ("passed", "whole", (), "0 folds proved, 0 compared only"),
+    ("passed", "whole", (LEFT, LEFT), "0 folds proved, 2 compared only"),
+    ("passed", "both", (PROVED, LEFT), "1 fold proved, 1 compared only, errors within 1e-07 of the largest weight"),
+    ("passed", "local", (PROVED,) * 2, "2 folds proved, 0 compared only, errors within 1e-07 of the largest weight"),
+    ("passed", "local", (COMPARED,), "0 folds proved, 1 compared only, errors within 1e-06 of the largest weight"),
+    ("not_verified", "both", (LEFT,), "0 folds proved, 0 compared only, 1 not checked"),
+    ("failed", "both", (WRONG,), "0 folds proved, 0 compared only, 1 refuted"),
+]
+
+
+@pytest.mark.parametrize(("status", "method", "sites", "text"), COUNTS)
 def test_the_line_counts_folds_that_were_proved_and_compared(
     status: Status, method: Method, sites: tuple[SiteProof, ...], text: str
 ) -> None:
@@ -119,31 +111,26 @@ def test_the_line_counts_folds_that_were_proved_and_compared(
     assert verdict.summary().endswith(text)
 
 
-class TestJoined:
-    """A local proof with a run of the whole models."""
+def local(*sites: SiteProof, status: Status = "passed") -> Verification:
+    return Verification(status, "" if status == "passed" else "reason", sites=sites, method="local")
 
-    @staticmethod
-    def local(*sites: SiteProof, status: Status = "passed") -> Verification:
-        return Verification(status, "" if status == "passed" else "reason", sites=sites, method="local")
 
-    @pytest.mark.parametrize(
-        ("local", "status"),
-        [
-            ((PROVED, PROVED), "passed"),
-            ((PROVED, COMPARED), "not_verified"),
-            ((), "passed"),  # No region differs.
-        ],
-    )
-    def test_where_nothing_ran_only_proofs_pass(self, local: tuple[SiteProof, ...], status: Status) -> None:
-        assert self.local(*local).joined(Verification.skipped("no engine")).status == status
+# A local proof, with a run of the whole models: the status of both. Where no region differs, nothing has to be proved.
+JOINED = [
+    (local(PROVED, PROVED), Verification.skipped("no engine"), "passed"),
+    (local(PROVED, COMPARED), Verification.skipped("no engine"), "not_verified"),
+    (local(), Verification.skipped("no engine"), "passed"),
+    (local(PROVED), Verification.of([BAD]), "failed"),
+    (local(WRONG, status="failed"), Verification.of([GOOD]), "failed"),
+    (local(LEFT, status="not_verified"), Verification.of([GOOD]), "passed"),
+]
 
-    def test_a_difference_wins_over_a_proof(self) -> None:
-        joined = self.local(PROVED).joined(Verification.of([BAD]))
-        assert (joined.status, joined.reason, joined.outputs) == ("failed", f"output 'z': {BAD.reason}", (BAD,))
 
-    def test_a_refuted_fold_wins_over_outputs(self) -> None:
-        assert self.local(WRONG, status="failed").joined(Verification.of([GOOD])).status == "failed"
-
-    def test_outputs_win_over_a_fold_that_was_not_proved(self) -> None:
-        joined = self.local(LEFT, status="not_verified").joined(Verification.of([GOOD]))
-        assert (joined.status, joined.method, joined.sites) == ("passed", "both", (LEFT,))
+@pytest.mark.parametrize(("proof", "run", "status"), JOINED)
+def test_a_proof_joined_with_a_run(proof: Verification, run: Verification, status: Status) -> None:
+    joined = proof.joined(run)
+    assert (joined.status, joined.sites, joined.outputs) == (status, proof.sites, run.outputs)
+    if run.outputs and status != "failed":
+        assert joined.method == "both"
+    if run.outputs == (BAD,):
+        assert joined.reason == f"output 'z': {BAD.reason}"
