@@ -9,15 +9,7 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.support.onnx_text import (
-    assert_near,
-    batch_norm,
-    exact,
-    make_inputs,
-    model,
-    operators,
-    run,
-)
+from tests.support.onnx_text import assert_near, batch_norm, exact, make_inputs, model, operators, run
 
 NEWEST = onnx.defs.onnx_opset_version()
 X4 = "float[N,6,H,W] x"

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Plan, Raw
 from bnexport.folding.placing import Search
 from bnexport.folding.rules import ALL, gather
 from bnexport.graph.nodes import Refused
-from bnexport.model_io import to_proto
 from tests.support.contexts import context_of
-from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
+from tests.support.onnx_text import batch_norm, fold_and_check, model
 
 RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
 MAP = ChannelAffine(np.array([2.0, 3.0, -4.0, 5.0]), np.array([1.0, 0.0, 2.0, -1.0]), np.array([0.5, 1.0, 0.0, 3.0]))
@@ -27,6 +25,12 @@ SCALE = MAP.only_scale()
 POSITIVE = ChannelAffine.scaling(np.array([2.0, 3.0, 4.0, 5.0]))
 SHIFT = ChannelAffine.shifting(np.array([1.0, 0.0, 2.0, -1.0]))
 X, ROWS = "float[N,4,H,W] x", "float[N,4] x"
+QUANTIZED = {"q": np.ones((4, 4, 1, 1), np.int8), "affine": POSITIVE}
+SCALES = np.ones(4, np.float32)
+TWICE = ChannelAffine.scaling(2 * np.ones(4))
+DEQUANTIZED = "d = DequantizeLinear (q, s)\n z = Conv (x, d)"
+BODIES = "then_branch = a () => (float[N,4,H,W] q) {{ q = Relu ({}) }}, else_branch = b () => (float[N,4,H,W] e) {{ e = Relu (v) }}"
+CHOICE = f"{X}, float[N,4,H,W] v, bool c"
 
 
 def attempt(
@@ -183,6 +187,19 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Split <axis=1> (x, s)  ": ("shape", "do not add up to 4", {"s": [5, -1]}),
     "z = Slice (x, \"\", b)": ("bad-node", "no starts or no ends", {"b": [1]}),
     "z = Cast <to=1> (x)": ("no-producer", "input of the graph", {}),
+    f"z = Conv (x, w)\n y = If (c) <{BODIES.format('z')}>": ("captured", "computed outside", {"inputs": CHOICE, **w(4, 4, 1, 1)}),
+    "d = DequantizeLinear <axis=1> (q, s)\n z = Conv (x, d)": ("quantized", "does not follow the quantization axis",
+        {**QUANTIZED, "s": SCALES}),
+    "d = DequantizeLinear (q, s, o)\n z = Conv (x, d)": ("quantized", "cannot negate its integers",
+        {**QUANTIZED, "s": SCALES[0], "o": np.int8(3), "affine": SCALE}),
+    DEQUANTIZED: ("quantized", "holds -128",
+        {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE}),
+    f"{DEQUANTIZED} ": ("opset", "before opset 13", {**QUANTIZED, "s": SCALES[0], "affine": SCALE, "opset": 12}),
+    f"{DEQUANTIZED}  ": ("quantized", "cannot negate its integers",
+        {"q": np.ones((4, 4, 1, 1), np.uint8), "s": SCALES[0], "affine": SCALE}),
+    "f = QuantizeLinear (k, s)\n d = DequantizeLinear (f, s)\n e = Neg (f)\n z = Conv (x, d)": ("quantized",
+        "a zero point or other uses", {"k": np.ones((4, 4, 1, 1), np.float32), "s": SCALES[0], "affine": POSITIVE}),
+    f"{DEQUANTIZED}\n e = Conv (x, d)": ("quantized", "has other uses", {**QUANTIZED, "s": SCALES[0]}),
 }  # fmt: skip
 FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Conv (x, w)": ("shape", "Conv reads 6 channels, the map has 4", w(4, 6, 1, 1)),
@@ -232,50 +249,49 @@ FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"shapes": {"w": (1, 16, 4), "r": (1, 16, 4), "b": (1, 16)}, "inputs": "float[L,N,4] x", "axis": 2}),
     "a = Reshape (x, s)\n b = Transpose <perm=[0, 2, 1, 3, 4]> (a)\n y = Reshape (b, t)": ("reshape", "does not keep the channels",
         {"inputs": "float[N,8,6,6] x", "s": [0, 2, 4, 6, 6], "t": [0, 8, 6, 6]}),
+    f"y = If (c) <{BODIES.format('x')}>": ("captured", "'x' is read inside a body", {"inputs": CHOICE, "affine": POSITIVE}),
+    "k = Identity (w)\n y = MatMul (x, k)": ("not-data", "reaches the constant of MatMul",
+        {"value": "k", "inputs": ROWS, **w(4, 4)}),
+    "y = ConvTranspose (x, w) ": ("padding", "mixes positions", w(4, 3, 1, 2)),
+    **{f"y = ConvTranspose <{fields}> (x, w)": ("padding", "mixes positions", w(4, 3, 1, 1)) for fields in ("strides=[2,2]",
+        "pads=[0,0,0,1]", "output_padding=[1,0]", "output_shape=[5,5]", 'auto_pad="SAME_UPPER"')},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BACKWARD)
-def test_backward(body: str) -> None:
-    code, message, options = BACKWARD[body]
+@pytest.mark.parametrize(
+    ("direction", "body"), [*(("backward", body) for body in BACKWARD), *(("forward", body) for body in FORWARD)]
+)
+def test_refused(direction: str, body: str) -> None:
+    code, message, options = (BACKWARD if direction == "backward" else FORWARD)[body]
     if "Split" in body:
         body = body.replace("z = ", "z, other = ")
     with pytest.raises(Refused, match=message) as caught:
-        attempt("backward", body, **options)
+        attempt(direction, body, **options)
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("body", FORWARD)
-def test_forward(body: str) -> None:
-    code, message, options = FORWARD[body]
-    with pytest.raises(Refused, match=message) as caught:
-        attempt("forward", body, **options)
-    assert caught.value.code == code
+def chain(start: int, count: int) -> str:
+    """Identities from a<start> to a<start + count>."""
+    return "\n".join(f"a{index + 1} = Identity (a{index})" for index in range(start, start + count))
 
 
-@pytest.mark.parametrize("count", [1, 62, 63])
-def test_depth_at_its_limit(count: int) -> None:
-    """A Concat, `count` operators and a Conv; the branch before them does not count."""
-    chain = "\n".join(f"a{index + 1} = Identity (a{index})" for index in range(count))
-    body = f"b = Conv (x, v)\n a0 = Conv (x, w)\n {chain}\n z = Concat <axis=1> (b, a{count})"
-    shapes = {"v": (2, 4, 1, 1), "w": (2, 4, 1, 1)}
-    if count == 63:
-        with pytest.raises(Refused, match="more than 64 operators away"):
-            attempt("backward", body, shapes=shapes)
-    else:
-        assert len(attempt("backward", body, shapes=shapes).plan.targets) == 2
-
-
-@pytest.mark.parametrize("count", [63, 64])
-def test_depth_below_at_its_limit(count: int) -> None:
-    """`count` operators and a Conv; the reader before them does not count."""
-    chain = "\n".join(f"a{index + 1} = Identity (a{index})" for index in range(1, count))
-    body = f"b = Conv (x, w)\n a1 = Identity (x)\n {chain}\n y = Conv (a{count}, w)"
-    if count == 64:
-        with pytest.raises(Refused, match="more than 64 operators away"):
-            attempt("forward", body, **w(4, 4, 1, 1))
-    else:
-        assert len(attempt("forward", body, **w(4, 4, 1, 1)).plan.targets) == 2
+@pytest.mark.parametrize(
+    ("direction", "bodies", "targets", "message"),
+    [
+        # A Concat, operators and a Conv; the branch before them does not count. Below: nor does the reader before them.
+        ("backward", [f"b = Conv (x, v)\n a0 = Conv (x, u)\n {chain(0, count)}\n z = Concat <axis=1> (b, a{count})"
+            for count in (62, 63)], 2, "more than 64 operators away"),
+        ("forward", [f"b = Conv (x, w)\n a1 = Identity (x)\n {chain(1, count)}\n y = Conv (a{count + 1}, w)"
+            for count in (62, 63)], 2, "more than 64 operators away"),
+        ("forward", ["\n".join(f"c{index} = Conv (x, w)" for index in range(count)) + "\n y = Sum (c0, c1)"
+            for count in (256, 257)], 256, "more than 256 operators would change"),
+    ],
+)  # fmt: skip
+def test_limits(direction: str, bodies: list[str], targets: int, message: str) -> None:
+    shapes = {"w": (4, 4, 1, 1)} if direction == "forward" else dict.fromkeys("uv", (2, 4, 1, 1))
+    assert len(attempt(direction, bodies[0], shapes=shapes).plan.targets) == targets
+    with pytest.raises(Refused, match=message):
+        attempt(direction, bodies[1], shapes=shapes)
 
 
 UNARY = "AveragePool Flatten Gemm Identity Relu Transpose Squeeze Unsqueeze DepthToSpace Pad Resize Split Slice Concat"
@@ -291,52 +307,7 @@ def test_attributes_that_are_not_known(op_type: str) -> None:
     assert caught.value.code == "unknown-attribute"
 
 
-@pytest.mark.parametrize("fields", ["", '<strides=[1,1], pads=[0,0,0,0], output_padding=[0,0], auto_pad="VALID">'])
-def test_a_shift_goes_forward_into_a_pointwise_transposed_convolution(fields: str) -> None:
-    plan = attempt("forward", f"y = ConvTranspose {fields} (x, w)", **w(4, 3, 1, 1)).plan
-    assert [index for _, index in plan.edits] == [2, 1]
-    for other in (
-        "strides=[2,2]",
-        "pads=[0,0,0,1]",
-        "output_padding=[1,0]",
-        "output_shape=[5,5]",
-        'auto_pad="SAME_UPPER"',
-    ):
-        with pytest.raises(Refused, match="mixes positions"):
-            attempt("forward", f"y = ConvTranspose <{other}> (x, w)", **w(4, 3, 1, 1))
-    with pytest.raises(Refused, match="mixes positions"):
-        attempt("forward", "y = ConvTranspose (x, w)", **w(4, 3, 1, 2))
-
-
-@pytest.mark.parametrize("count", [256, 257])
-def test_steps_down_at_their_limit(count: int) -> None:
-    body = "\n".join(f"c{index} = Conv (x, w)" for index in range(count)) + "\n y = Sum (c0, c1)"
-    if count == 257:
-        with pytest.raises(Refused, match="more than 256 operators would change"):
-            attempt("forward", body, **w(4, 4, 1, 1))
-    else:
-        assert len(attempt("forward", body, **w(4, 4, 1, 1)).plan.targets) == 256
-
-
-BODIES = "then_branch = a () => (float[N,4,H,W] q) { q = Relu (%s) }, else_branch = b () => (float[N,4,H,W] e) { e = Relu (v) }"
-
-
-def test_values_of_another_body() -> None:
-    inputs = f"{X}, float[N,4,H,W] v, bool c"
-    with pytest.raises(Refused, match="'x' is read inside a body"):
-        attempt("forward", f"y = If (c) <{BODIES % 'x'}>", inputs=inputs, affine=POSITIVE)
-    with pytest.raises(Refused, match="'z' is computed outside the body"):
-        attempt("backward", f"z = Conv (x, w)\n y = If (c) <{BODIES % 'z'}>", inputs=inputs, **w(4, 4, 1, 1))
-
-
-def test_the_constant_of_a_product_is_no_data() -> None:
-    with pytest.raises(Refused, match="reaches the constant of MatMul"):
-        attempt("forward", "k = Identity (w)\n y = MatMul (x, k)", value="k", inputs=ROWS, **w(4, 4))
-
-
 CONV = "c = Conv (x, w)\n "
-QUANTIZED = {"q": np.ones((4, 4, 1, 1), np.int8), "affine": POSITIVE}
-SCALES = np.ones(4, np.float32)
 # Bodies, and the outputs of the nodes that change.
 ACCEPTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     CONV + "z = PRelu (c, b)": (["c"], {"shapes": {"w": (4, 4, 1, 1), "b": (1, 4, 1, 1)}, "affine": POSITIVE}),
@@ -358,7 +329,7 @@ ACCEPTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "d = DequantizeLinear (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES[0]}),
     "d = DequantizeLinear (q, s)\n z = Conv (x, d) ": (
         ["d", "z"],
-        {**QUANTIZED, "s": SCALES[0], "opset": 12, "affine": ChannelAffine.scaling(2 * np.ones(4))},
+        {**QUANTIZED, "s": SCALES[0], "opset": 12, "affine": TWICE},
     ),
     CONV + "z = MaxPool <kernel_shape=[3,3], dilations=[1,1], pads=[1,1,1,1]> (c)": (
         ["c"],
@@ -381,6 +352,8 @@ ACCEPTED_BELOW: dict[str, dict[str, Any]] = {
     "u = Unsqueeze <axes=[1]> (x)\n y = MatMul (u, w)": {**w(4, 4), "inputs": ROWS, "opset": 11, "affine": SCALE},
     "r = Reshape (x, s)\n y = Conv (r, w)": {**w(4, 4, 1), "inputs": "float[?,4,3,3] x", "s": [0, 4, 9]},
     "u = Unsqueeze <axes=[2]> (x)\n y = Conv (u, w)": {**w(4, 4, 1), "inputs": ROWS, "opset": 10},
+    "y = ConvTranspose (x, w)": w(4, 3, 1, 1),
+    'y = ConvTranspose <strides=[1,1], pads=[0,0,0,0], output_padding=[0,0], auto_pad="VALID"> (x, w)': w(4, 3, 1, 1),
 }
 
 
@@ -395,6 +368,14 @@ def test_a_zero_point_becomes_one_for_each_channel() -> None:
     plan = attempt("backward", body, **QUANTIZED, s=SCALES[0], o=np.int8(3)).plan
     (points,) = [edit for (node, index), edit in plan.edits.items() if (node.op_type, index) == ("DequantizeLinear", 2)]
     assert isinstance(points, Raw) and points.values.tolist() == [3] * 4 and points.values.dtype == np.int8
+
+
+def test_a_table_beyond_the_bound_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound, changed in ((80, True), (79, False)):
+        monkeypatch.setattr(gather, "ELEMENTS", bound)
+        body = "z = Gather (t, x)"
+        with contextlib.nullcontext() if changed else pytest.raises(Refused, match="too large to be shifted"):
+            attempt("backward", body, inputs="int64[N] x", shapes={"t": (20, 4)})
 
 
 @pytest.mark.parametrize(
@@ -435,28 +416,6 @@ def test_new_constants_of_an_old_body_are_nodes() -> None:
     assert ([node.op_type for node in branch.node], len(branch.initializer)) == (["Constant", "Constant", "Conv"], 0)
 
 
-@pytest.mark.parametrize(
-    ("first", "options", "message"),
-    [
-        ("d = DequantizeLinear <axis=1> (q, s)", {"s": SCALES}, "does not follow the quantization axis"),
-        ("d = DequantizeLinear (q, s, o)", {"s": SCALES[0], "o": np.int8(3), "affine": SCALE},
-            "cannot negate its integers"),
-        ("d = DequantizeLinear (q, s)", {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE},
-            "holds -128"),
-        ("d = DequantizeLinear (q, s)", {"s": SCALES[0], "affine": SCALE, "opset": 12}, "before opset 13"),
-        ("d = DequantizeLinear (q, s)\n e = Conv (x, d)", {"s": SCALES[0]}, "has other uses"),
-        ("d = DequantizeLinear (q, s)", {"q": np.ones((4, 4, 1, 1), np.uint8), "s": SCALES[0], "affine": SCALE},
-            "cannot negate its integers"),
-        ("f = QuantizeLinear (k, s)\n d = DequantizeLinear (f, s)\n e = Neg (f)",
-            {"k": np.ones((4, 4, 1, 1), np.float32), "s": SCALES[0]}, "a zero point or other uses"),
-    ],
-)  # fmt: skip
-def test_quantized_weights(first: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message) as caught:
-        attempt("backward", f"{first}\n z = Conv (x, d)", **{**QUANTIZED, **options})
-    assert caught.value.code == ("opset" if "opset" in options else "quantized")
-
-
 def test_the_scale_of_a_quantized_weight_changes_once() -> None:
     body = "d = DequantizeLinear (q, s)\n z = Conv (x, d)"
     search = attempt("backward", body, **QUANTIZED, s=SCALES[0])
@@ -465,89 +424,3 @@ def test_the_scale_of_a_quantized_weight_changes_once() -> None:
         with pytest.raises(Refused, match="has been changed already"):
             later.scale(conv, 1, np.full((4, 1, 1, 1), 2.0), "weight")
         search.plan.commit()
-
-
-def test_a_table_beyond_the_bound_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bound, changed in ((80, True), (79, False)):
-        monkeypatch.setattr(gather, "ELEMENTS", bound)
-        body = "z = Gather (t, x)"
-        with contextlib.nullcontext() if changed else pytest.raises(Refused, match="too large to be shifted"):
-            attempt("backward", body, inputs="int64[N] x", shapes={"t": (20, 4)})
-
-
-def test_a_shift_that_its_type_cannot_hold_changes_nothing() -> None:
-    """60,000 in float16, and with twice that 180,000."""
-    proto = model(
-        "g (float16[N,4] x) => (float16[N,4] y) { z = MatMul (x, w)\n y = BatchNormalization (z, s, b, m, v) }",
-        values={
-            name: np.full(4, value, np.float16) for name, value in zip("sbmv", (2, 60_000, -60_000, 1), strict=True)
-        }
-        | {"w": np.ones((4, 4), np.float16)},
-    )
-    result = fold(proto, verify=False)
-    assert [site.outcome for site in result.report.sites] == ["kept"]
-    folded = to_proto(result.model)
-    assert [node.op_type for node in folded.graph.node] == ["MatMul", "BatchNormalization"]
-    assert {it.name: it.raw_data for it in folded.graph.initializer} == {
-        it.name: it.raw_data for it in proto.graph.initializer
-    }
-
-
-def test_a_new_bias_is_the_last_input() -> None:
-    body = f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }}"
-    proto = model(body, {"w": (4, 4, 1, 1), **batch_norm("p", 4)})
-    (node,) = to_proto(fold(proto, verify=False).model).graph.node
-    assert [bool(name) for name in node.input] == [True, True, True]
-
-
-def test_scales_up_to_the_bound_are_folded() -> None:
-    proto = model(
-        f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.0> (z, s, b, m, v) }}",
-        {"w": (4, 4, 1, 1)},
-        values={name: np.full(4, 0.5 if name == "s" else 1, np.float32) for name in "sbmv"},
-    )
-    for bound, outcome in ((0.5, "folded"), (0.49, "kept")):
-        result = fold(proto, verify=False, max_scale=bound)
-        assert [site.outcome for site in result.report.sites] == [outcome]
-
-
-def test_a_weight_that_three_nodes_share_stays_for_the_one_that_folds_nothing() -> None:
-    norms = "\n".join(
-        f"z{i} = BatchNormalization (c{i}, {i}_s, {i}_b, {i}_m, {i}_v)".replace(f" {i}_", f" p{i}_") for i in "ab"
-    )
-    body = f"ca = Conv (x, w)\n cb = Conv (x, w)\n cc = Conv (x, w)\n {norms}\n t = Add (za, zb)\n y = Add (t, cc)"
-    shapes = {"w": (4, 4, 1, 1), **batch_norm("pa", 4), **batch_norm("pb", 4)}
-    proto = model(f"g ({X}) => (float[N,4,H,W] y) {{ {body} }}", shapes)
-    folded, _ = fold_and_check(proto, skip=["parallel"])
-    assert operators(folded) == ["Conv", "Conv", "Conv", "Add", "Add"]
-
-
-@pytest.mark.parametrize(
-    ("node", "sign"), [("Add (x, b)", 1), ("Add (b, x)", 1), ("Sub (x, b)", 1), ("Sub (b, x)", -1)]
-)
-def test_a_shift_passes_a_sum(node: str, sign: int) -> None:
-    inputs = f"{X}, float[N,4,H,W] b"
-    search = attempt("forward", f"t = {node}\n y = Conv (t, w)", inputs=inputs, affine=SHIFT, **w(3, 4, 1, 1))
-    conv = search.context.model.graph[1]
-    weight = search.plan.value(conv, 1, "weight").reshape(3, 4)
-    np.testing.assert_allclose(search.plan.value(conv, 2, "bias"), sign * weight @ SHIFT.offset, rtol=1e-12)
-
-
-WIDENED = {
-    "constant of a product": ("u = Mul (x, s)\n z = Add (u, c)", {"c": (3, 1, 1)}),
-    "operand of a sum": ("u = Mul (x, s)\n v = Conv (x, w)\n z = Add (u, v)", {"w": (3, 1, 1, 1)}),
-}
-
-
-@pytest.mark.parametrize("channels", ["1", "C"], ids=["declared", "not-known"])
-@pytest.mark.parametrize("case", WIDENED)
-def test_a_value_of_one_channel_gets_no_more(case: str, channels: str) -> None:
-    """Its constant would grow to the channels of the sum, and the value with it, whatever declares or asks its size."""
-    nodes, shapes = WIDENED[case]
-    proto = model(
-        f"g (float[N,{channels},H,W] x) => (float[N,3,H,W] y, int64[4] sizes) <float[N,{channels},H,W] u> {{ {nodes}\n"
-        " sizes = Shape (u)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
-        {"s": (1,), **shapes, **batch_norm("p", 3)},
-    )
-    folded, _ = fold_and_check(proto, left=1, sizes={"C": 1})
-    assert next(tensor.dims[:] for tensor in folded.graph.initializer if tensor.name == "s") == [1]

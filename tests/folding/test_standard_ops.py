@@ -111,9 +111,6 @@ def test_on_request_they_stay() -> None:
 
 def test_sizes_of_the_reference() -> None:
     """The definition runs at the caller's inputs, too."""
-    feeds: dict[str, Any] = {
-        "x": np.ones((2, 3, 12, 12), np.float32),
-        "grid": np.zeros((2, 5, 5, 2), np.float32),
-    }
+    feeds: dict[str, Any] = {"x": np.ones((2, 3, 12, 12), np.float32), "grid": np.zeros((2, 5, 5, 2), np.float32)}
     verification = bnexport.fold(network(), inputs=feeds, verify="whole").report.verification
     assert verification.status == "passed" and verification.engine.startswith("onnxruntime")

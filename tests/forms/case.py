@@ -26,7 +26,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 }
 # Words of a case that name an optional input which is absent.
 OPTIONAL = {
-    *("bias", "C", "axes", "steps", "value", "split", "roi", "scales", "sizes", "ratio", "training_mode", "min", "max"),
+    *("bias", "C", "axes", "steps", "value", "split", "roi", "scales", "sizes", "ratio", "training_mode", "min", "max")
 }
 Shape = tuple[int, ...]
 

@@ -13,7 +13,6 @@ from bnexport.folding import fold
 from bnexport.graph.nodes import is_training
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Method
-from tests.folding.conv_bn import conv_bn
 from tests.support.onnx_text import (
     assert_near,
     assert_refused,
@@ -31,6 +30,11 @@ FIVE = "y, a, b, c, d"
 
 def norm(outputs: str = "y", attributes: str = "", data: str = "x") -> str:
     return f"{outputs} = BatchNormalization {attributes} ({data}, p_s, p_b, p_m, p_v)"
+
+
+def conv_bn(norm: str = norm(data="z"), opset: int = 17, output: str = "float[N,8,A,B] y") -> onnx.ModelProto:
+    body = f"g (float[N,6,H,W] x) => ({output}) {{ z = Conv (x, w)\n {norm} }}"
+    return model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}, opset=opset)
 
 
 def mode(opset: int, outputs: str, attributes: str = "") -> bool:

@@ -7,11 +7,7 @@ from tests.support.onnx_text import batch_norm, parameters
 
 QUARK = "amd-quark 0.13"
 _P = parameters(
-    {
-        **{"w": (6, 4), "c": (6,), "a": (3, 4, 3, 3), "b": (3, 4, 3, 3)},
-        **batch_norm("p", 6),
-        **batch_norm("q", 4),
-    }
+    {**{"w": (6, 4), "c": (6,), "a": (3, 4, 3, 3), "b": (3, 4, 3, 3)}, **batch_norm("p", 6), **batch_norm("q", 4)}
 )
 # Small variances, next to which epsilon counts.
 _P |= {"p_v": floats(1e-3 * _P["p_v"]), "q_v": floats(1e-3 * _P["q_v"])}

@@ -288,7 +288,11 @@ def assert_refused(
     for site in sites:
         assert site.outcome == "kept", site
         assert code in [refusal.code for refusal in site.refusals], site.refusals
-    assert batch_norms(to_proto(result.model)) == batch_norms(proto)
+    folded = to_proto(result.model)
+    assert batch_norms(folded) == batch_norms(proto)
+    if all(site.outcome == "kept" for site in result.report.sites):
+        before, after = ({each.name: each.raw_data for each in it.graph.initializer} for it in (proto, folded))
+        assert before == after
 
 
 def operators_of(result: FoldResult) -> list[str]:

@@ -1130,7 +1130,7 @@ class _Proof:
         )
         mismatch = mismatch or self._beside(owners)
         is_over = bool(mismatch)
-        rest = SiteProof("", "not_run", reason=mismatch) if is_over or left else SiteProof("", "proved")
+        rest = SiteProof("", "not_run", reason=mismatch or left) if is_over or left else SiteProof("", "proved")
         sites = tuple(
             dataclasses.replace(marks.get(index, rest), site=claim.site) for index, claim in enumerate(claims)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.folding.corpus import branches, constants, opsets, producers, readers, takers, traps
+from tests.folding.corpus import branches, constants, opsets, producers, quantized, readers, scopes, takers, traps
 from tests.folding.corpus.case import Case
 
 TABLES: dict[str, dict[str, Case]] = {
@@ -17,6 +17,8 @@ TABLES: dict[str, dict[str, Case]] = {
     "unmerged": constants.UNMERGED,
     "branches": branches.CASES,
     "opset": opsets.CASES,
+    "quantized": quantized.CASES,
+    "scope": scopes.CASES,
     "trap": traps.CASES,
     "number": traps.NUMBERS,
 }

@@ -24,10 +24,9 @@ class Case:
     """Nodes in ONNX text that make `outs` of `ins`, with the shapes of their parameters (`onnx_text.model`).
 
     left: operators of the folded graph, in order. refused: code of a reason that the report gives; alone, it is why the batch
-    norm stays. options: of
-    the fold. sizes: of the run, for those that are free. judge: what the numbers are compared with: "exact" for
-    onnx.reference in float64, "run" for ONNX Runtime, "proof" where neither has the operators. method: of the proof of
-    each fold.
+    norm stays. options: of the fold. sizes: of the run, for those that are free. judge: what the numbers are compared with:
+    "exact" for onnx.reference in float64, "run" for ONNX Runtime, "proof" where neither has the operators. method: of the
+    proof of each fold. functions: of the model, as text.
     """
 
     nodes: str
@@ -42,10 +41,11 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     judge: str = "exact"
     method: str = "proved"
+    functions: str = ""
 
     def model(self, seed: int = 0) -> onnx.ModelProto:
         """Build the model, with other parameters for another seed."""
-        text = f"g ({self.ins}) => ({self.outs}) {{ {self.nodes} }}"
+        text = f"g ({self.ins}) => ({self.outs}) {{ {self.nodes} }}{self.functions}"
         ir_version = 10 if self.opset > 18 else 8
         words = set(re.findall(r"\w+", self.nodes))
         values = {name: value for name, value in self.values.items() if {name, name.split("_")[0]} & words}

@@ -18,6 +18,8 @@ LONE: dict[str, Case] = {
     "through-relu": Case("z = Conv (x, w:8.6.3.3) r = Relu (z) y = Mul (r, c_v:8.1.1)", "Conv Relu"),
     "through-pool": Case("z = Conv (x, w:8.6.3.3) r = GlobalAveragePool (z) y = Add (r, c:8.1.1)", "Conv GlobalAveragePool"),
     "two-conv": Case("z = Conv (x, w:8.6.3.3) t = Add (z, c:8.1.1) y = Conv (t, v:4.8.1.1)", "Conv Conv"),
+    **{f"through-a-sum-{index}": Case(f"t = Add (x, c:6.1.1) z = {node} y = Conv (z, w:8.6.1.1)", f"{node[:3]} Conv",
+        ins="float[N,6,H,W] x, float[N,6,H,W] b") for index, node in enumerate(("Add (t, b)", "Add (b, t)", "Sub (t, b)", "Sub (b, t)"))},
     "stays-padded": Case("z = Add (x, c:6.1.1) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Add Conv"),
     "stays-map-of-columns": Case("z = Conv (x, w:8.6.3.3) y = Add (z, c:1.1.1.5)", "Conv Add"),
     "stays-shift-through-relu": Case("z = Conv (x, w:8.6.3.3) r = Relu (z) y = Add (r, c:8.1.1)", "Conv Relu Add"),

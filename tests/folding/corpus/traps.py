@@ -52,6 +52,8 @@ CASES: dict[str, Case] = {
         else_branch = e () => (int64[4] b) {{ b = Shape (x) }}>""", refused="captured", ins=f"{X}, bool c", outs="y, s"),
     "weight-of-two-convs": Case(f"{CONV} q = Conv (x, w) {NORM}", "Conv Conv", outs="y, q"),
     "weight-of-two-norms": Case(f"{CONV} u = Conv (x, w, c:8) q = Norm (u, q:8) {NORM}", "Conv Conv", outs="y, q"),
+    "weight-of-three-convs": Case(f"{CONV} u = Conv (x, w) v = Conv (x, w) a = Norm (z, p:8) b = Norm (u, q:8) c = Add (a, b) "
+        "y = Add (c, v)", "Conv Conv Conv Add Add", options=ALONE),
     "weight-is-an-output": Case(f"{CONV} {NORM}", "Conv", outs="float[N,8,A,B] y, float[8,6,1,1] w"),
     # An exporter may make bn.bias and running_mean one initializer.
     "one-bias-and-mean": Case(f"{CONV} y = BatchNormalization (z, p_s:8, p_b:8, p_b, p_v:8)", "Conv"),
@@ -77,6 +79,11 @@ CASES: dict[str, Case] = {
         "BatchNormalization Mul Add MatMul", ins="float[N,1,L] x", sizes={"L": 1}),
     "another-form-in-an-unknown-rank": Case("r = other.Thing (x) y = Norm (r, p:6)", refused="rank", options={"leftover": "conv"},
         header=FOREIGN),
+    # A value of one channel gets no more: its constant, and what asks for its sizes, would grow with it.
+    **{f"one-channel-{kind}-{size}": Case(f"u = Mul (x, k_s:1) {nodes} y = Norm (z, p:3) s = Shape (u)", f"Mul {left} "
+        "BatchNormalization Shape", ins=f"float[N,{size},H,W] x", outs="y, s", sizes={"C": 1}) for size in "1C"
+        for kind, nodes, left in (("constant", "z = Add (u, c:3.1.1)", "Add"),
+            ("operand", "v = Conv (x, w:3.1.1.1) z = Add (u, v)", "Conv Add"))},
     # constants in every form
     "floats": Case(f"k = Constant <value_floats=[{EIGHT}]> () {CONV} {SHAPED}", "Conv"),
     "tensor": Case(f"k = Constant <value=float[8] {{{EIGHT}}}> () {CONV} {SHAPED}", "Conv"),
@@ -99,6 +106,10 @@ CASES: dict[str, Case] = {
     "dequantized": Case("i = Constant <value=int8[8] {1, -2, 3, 4, 5, 6, 7, 8}> () f = Constant <value_float=0.25> () "
         f"k = DequantizeLinear (i, f) {CONV} {SHAPED}", "Conv", opset=19),
     "root": Case(f"i = Constant <value_floats=[1.0, 4.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0]> () k = Sqrt (i) {CONV} {SHAPED}", "Conv"),
+    # k = k + k, thirty times: each sum is looked at once.
+    "shared-operands": Case(f"k0 = Constant <value=float[8] {{{EIGHT}}}> () "
+        + " ".join(f"k{i + 1} = Add (k{i}, k{i})" for i in range(30)) + f" {CONV} {SHAPED.replace('k', 'k30')}", "Conv",
+        judge="proof", options={"max_scale": 1e12}),
     # What torch's exporter writes without optimisation.
     "zero-bias": Case("s = Shape <start=0, end=1> (w:8.6.1.1) one = Constant <value_ints=[1]> () n = Expand (s, one) "
         f"zero = Constant <value=double {{0.0}}> () like = CastLike (zero, x) c = Expand (like, n) z = Conv (x, w, c) {NORM}",
@@ -120,6 +131,7 @@ def _norm(dtype: str = "float32", weight: float = 1.0, **changes: float) -> dict
 
 
 PLAIN, HALF = f"{CONV} {NORM}", "float16[N,6,H,W] x"
+WITHOUT_EPSILON = f"{CONV} y = Norm <epsilon=0.0> (z, p:8)"
 NUMBERS: dict[str, Case] = {
     "negative-variance": Case(PLAIN, refused="negative-variance", values=_norm(v=-1.0)),
     "nan-variance": Case(PLAIN, refused="not-finite", values=_norm(v=np.nan)),
@@ -132,6 +144,10 @@ NUMBERS: dict[str, Case] = {
     "flush-to-zero": Case(PLAIN, refused="underflow", ins=HALF, values=_norm("float16", weight=1e-4, s=1e-4)),
     "lost-bits": Case(PLAIN, refused="underflow", ins=HALF, values=_norm("float16", weight=1e-3, s=1e-3)),
     "zero-scale": Case(PLAIN, "Conv", values=_norm(s=0.0)),
+    "overflow-of-a-half-shift": Case("z = MatMul (x, w) y = Norm (z, p:8)", refused="overflow", ins="float16[N,8] x",
+        values={**_norm("float16", s=2.0, b=60_000.0, m=-60_000.0), "w": np.ones((8, 8), np.float16)}),
+    "scale-at-the-bound": Case(WITHOUT_EPSILON, "Conv", values=_norm(s=0.5), options={"max_scale": 0.5}),
+    "scale-beyond-the-bound": Case(WITHOUT_EPSILON, refused="scale", values=_norm(s=0.5), options={"max_scale": 0.49}),
     "bound-of-the-caller": Case(PLAIN, "Conv", values=_norm(s=1e8, m=1e-3), options={"max_scale": 1e9}, judge="proof"),
     "half": Case(PLAIN, "Conv", ins=HALF, judge="run"),
     # ONNX Runtime has no such Conv.

@@ -15,6 +15,19 @@ from bnexport.folding import torch_module
 from tests.support.checks import assert_within
 
 
+class Called(nn.Module):
+    """Layers under their names, and a forward given as a function of them."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.calls = forward
+
+    def forward(self, x):
+        return self.calls(self, x)
+
+
 def trained(net: nn.Module) -> nn.Module:
     """Batch norms as after training: scales of both signs, means and variances of their own; eval mode."""
     for module in net.modules():
