@@ -9,42 +9,35 @@ import pytest
 
 from bnexport.cli import main
 from bnexport.errors import UnsafeModelError
-from bnexport.model_io import load
+from bnexport.model_io import Limits, load
 from bnexport.runtime.sessions import InferenceSession
 from tests.malicious.attempts import ATTEMPTS, HANDLED, SECRET, Attempt
 
-# A hang is what takes longer; most attempts take milliseconds.
+# Those of reading; the ones of writing and of races are in test_output.py and test_races.py.
+PUBLISHED = {
+    *("CVE-2022-25882", "CVE-2024-27318", "CVE-2024-27319", "CVE-2024-5187", "CVE-2025-4565"),
+    *("CVE-2026-0994", "CVE-2026-27489", "CVE-2026-34445", "CVE-2026-34446", "CVE-2026-34447"),
+}
+
+
+def test_numbers_are_used_once_and_published_weaknesses_have_attempts() -> None:
+    numbers = [attempt.number for attempt in ATTEMPTS]
+    assert len(set(numbers)) == len(numbers)
+    assert {name for name in PUBLISHED if not any(name in attempt.source for attempt in ATTEMPTS)} == set()
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "victim").mkdir()
     return tmp_path / "victim"
 
 
-def test_numbers_are_used_once() -> None:
-    numbers = [attempt.number for attempt in ATTEMPTS]
-    assert len(set(numbers)) == len(numbers)
-
-
-PUBLISHED = [
-    *("CVE-2022-25882", "CVE-2024-27318", "CVE-2024-27319", "CVE-2024-5187", "CVE-2025-4565"),
-    *("CVE-2026-0994", "CVE-2026-27489", "CVE-2026-34445", "CVE-2026-34446", "CVE-2026-34447"),
-]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_weaknesses_have_attempts(name: str) -> None:
-    """Those of reading; the ones of writing and of races are in test_output.py and test_races.py."""
-    assert any(name in attempt.source for attempt in ATTEMPTS)
-
-
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.id)
-def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = attempt.build(victim)
-    target = victim / "out.onnx"
-    before = sorted(os.listdir(victim))
+def test_attempt(attempt: Attempt, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = attempt.build(folder)
+    target = folder / "out.onnx"
+    before = sorted(os.listdir(folder))
     for command in (["inspect", str(path)], ["fold", str(path), str(target), "--no-verify"], ["run", str(path)]):
         capfd.readouterr()
         code = main(command)
@@ -65,20 +58,17 @@ def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[st
         assert type(caught.value) is attempt.verdict
         with pytest.raises(attempt.verdict):
             InferenceSession(path)
-        assert sorted(os.listdir(victim)) == before
-    assert (victim.parent / "secret").read_bytes() == SECRET
-    for name in os.listdir(victim):
+        assert sorted(os.listdir(folder)) == before
+    assert (folder.parent / "secret").read_bytes() == SECRET
+    for name in os.listdir(folder):
         if name.startswith("out.onnx"):
-            assert SECRET[:100] not in (victim / name).read_bytes()
+            assert SECRET[:100] not in (folder / name).read_bytes()
 
 
-def test_not_even_linked_out_by_request(victim: Path) -> None:
+@pytest.mark.parametrize("number", [120, 122, 123])
+def test_not_even_linked_out_by_request(number: int, folder: Path) -> None:
     """allow_links opens links inside the folder's tree only."""
-    from bnexport.model_io import Limits
-
-    for number in (120, 122, 123):
-        attempt = next(attempt for attempt in ATTEMPTS if attempt.number == number)
-        folder = victim.parent / str(number)
-        folder.mkdir()
-        with pytest.raises(UnsafeModelError):
-            load(attempt.build(folder), limits=Limits(allow_links=True))
+    path = next(attempt for attempt in ATTEMPTS if attempt.number == number).build(folder)
+    with pytest.raises(UnsafeModelError):
+        load(path, limits=Limits(allow_links=True))
+    assert main(["inspect", str(path), "--limit", "allow_links=yes"]) == 3

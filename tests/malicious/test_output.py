@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all: kill -9 at any moment, a full disk, a full memory."""
+"""Models, checkpoints, exports and initial states appear whole or not at all: kill -9 at any moment, a full disk, a full memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,69 +22,92 @@ from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import load, save
 from bnexport.model_io.wire import field
+from bnexport.training.state import load_state, save_state
 from tests.support import warm
 from tests.support.onnx_text import batch_norm, model
 
-_KILLS = int(os.environ.get("BNEXPORT_KILLS", "12"))
-SHAPES = {"w": (256, 64, 3, 3), **batch_norm("p", 256)}
-BODY = (
-    "g (float[N,64,H,W] x) => (float[N,256,A,B] y) { z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"
-)
+ROOT = Path(__file__).parents[2]
+_KILLS = int(os.environ.get("BNEXPORT_KILLS", "10"))
+BODY = "g (float[N,64,H,W] x) => (float[N,{0},A,B] y) {{ z = Conv (x, w:{0}.64.3.3) y = Norm (z, p:{0}) }}"
 
-# Folds the same model over and over, inside and outside in turn, once it has said that it is ready.
-LOOP = """
+# Each writes its target over and over, once it has said that it is ready: the same fold, inside and outside in turn, and
+# checkpoints that are full of their own number.
+FOLDS = """
 import sys
 from bnexport.cli.output import write_whole
 from bnexport.errors import UsageError
 from bnexport.folding import fold
 print("ready", flush=True)
 for turn in range(10**9):
-    fold(sys.argv[1], sys.argv[2], verify=False, external_data=bool(turn % 2), overwrite=True)
+    fold(sys.argv[2], sys.argv[1], verify=False, external_data=bool(turn % 2), overwrite=True)
+"""
+CHECKPOINTS = """
+import sys
+import numpy as np
+from bnexport.training.state import save_state
+for turn in range(10**9):
+    save_state({name: np.full((64, 4096), turn, np.float32) for name in "abcd"}, sys.argv[1])
+    if not turn:
+        print("ready", flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "source.onnx"
-    save(ir.from_proto(model(BODY, SHAPES)), path)
+    save(ir.from_proto(model(BODY.format(256))), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folded(source: Path) -> np.ndarray:
+    return fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
 
 
 def weight(path: Path) -> np.ndarray:
     return load(path).graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
 
 
-def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
-    """The target is whole after each kill, and one more run leaves nothing behind."""
-    target, generator = tmp_path / "model.onnx", random.Random(3)
-    folded = fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
+def killed(code: str, most: float, *arguments: Path) -> Iterator[None]:
+    """Run a program again and again, each time killed after up to `most` seconds."""
+    generator = random.Random(3)
     for _ in range(_KILLS):
-        process = warm.start("-c", LOOP, source, target, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        process = warm.start("-c", code, *arguments, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        time.sleep(generator.uniform(0.0, 0.4))
+        time.sleep(generator.uniform(0.0, most))
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
+        yield
+
+
+def test_killed_at_any_moment(source: Path, folded: np.ndarray, tmp_path: Path) -> None:
+    """The target is whole after each kill, and one more run leaves nothing behind."""
+    target = tmp_path / "model.onnx"
+    for _ in killed(FOLDS, 0.4, target, source):
         if target.exists():
             np.testing.assert_array_equal(weight(target), folded)
     assert target.exists()
     fold(source, target, verify=False, external_data=True, overwrite=True)
     np.testing.assert_array_equal(weight(target), folded)
-    data = {
-        entry.value
-        for tensor in onnx.load(target, load_external_data=False).graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+    tensors = onnx.load(target, load_external_data=False).graph.initializer
+    data = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
     assert sorted(os.listdir(tmp_path)) == sorted({"model.onnx", *data})
 
 
-MOMENTS = ["data-written", "data-moved", "model-moved"]
+def test_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "c.safetensors"
+    for _ in killed(CHECKPOINTS, 0.15, target):
+        state = load_state(target)
+        assert sorted(state) == list("abcd")
+        assert {float(value) for array in state.values() for value in (array.min(), array.max())} == {state["a"][0, 0]}
+    save_state({"a": np.ones(3, np.float32)}, target)
+    assert os.listdir(tmp_path) == ["c.safetensors"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_between_two_renames(source: Path, tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["data-written", "data-moved", "model-moved"])
+def test_killed_between_two_renames(source: Path, folded: np.ndarray, tmp_path: Path, moment: str) -> None:
     """Each moment of a commit, exactly: the old model with its data, or the new one with its own."""
     target = tmp_path / "model.onnx"
     save(load(source), target, external_data=True)
@@ -114,12 +138,11 @@ fold(sys.argv[1], sys.argv[2], verify=False, external_data=True, overwrite=True)
 """
     run = warm.run("-c", code, source, target)
     assert run.returncode == -signal.SIGKILL
-    new = fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
-    np.testing.assert_array_equal(weight(target), new if moment == "model-moved" else old)
+    np.testing.assert_array_equal(weight(target), folded if moment == "model-moved" else old)
     assert len(os.listdir(tmp_path)) > 2
     fold(source, target, verify=False, external_data=True, overwrite=True)
     assert len(os.listdir(tmp_path)) == 2
-    np.testing.assert_array_equal(weight(target), new)
+    np.testing.assert_array_equal(weight(target), folded)
 
 
 def _limited(limit: int, size: int, source: Path, target: Path) -> subprocess.CompletedProcess[str]:
@@ -127,24 +150,9 @@ def _limited(limit: int, size: int, source: Path, target: Path) -> subprocess.Co
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(limit, (size, size))
 
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bnexport",
-            "fold",
-            str(source),
-            str(target),
-            "--no-verify",
-            "--overwrite",
-            "--limit",
-            "elements=64M",
-        ],
-        preexec_fn=apply,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ["--no-verify", "--overwrite", "--limit", "elements=64M"]
+    command = [sys.executable, "-m", "bnexport", "fold", str(source), str(target), *options]
+    return subprocess.run(command, preexec_fn=apply, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("external_data", [False, True])
@@ -163,32 +171,74 @@ def test_full_disk(source: Path, tmp_path: Path, external_data: bool) -> None:
     assert sorted(os.listdir(tmp_path)) == before
 
 
+# What a process of its own writes once, under a limit on the size of files.
+CHECKPOINT = """
+import numpy as np
+from bnexport.training.state import save_state
+save_state({"a": np.zeros((64, 4096), np.float32)}, sys.argv[1])
+"""
+EXPORT = """
+import torch, bnexport
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 256, 3), bnexport.SyncBatchNorm(256), torch.nn.Conv2d(256, 64, 1)).eval()
+bnexport.export(model, torch.zeros(1, 3, 8, 8), sys.argv[1], mode=sys.argv[2], verify=False, exporter="torchscript", overwrite=True)
+"""
+STEP = """
+import torch, bnexport
+model = torch.nn.Sequential(torch.nn.Linear(256, 300), torch.nn.Linear(300, 4)).train()
+batch = (torch.zeros(4, 256), torch.zeros(4, dtype=torch.int64))
+bnexport.export_training_step(model, torch.nn.functional.cross_entropy, batch, sys.argv[1], verify=False, overwrite=True)
+"""
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+from bnexport.errors import BnexportError
+try:
+    exec(sys.argv.pop(1))
+except BnexportError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+CASES = {
+    "checkpoint": (CHECKPOINT, []),
+    "export": (EXPORT, ["deploy"]),
+    "export-custom-op": (EXPORT, ["custom_op"]),
+    "training-step": (STEP, []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_full_disk_in_the_library(name: str, tmp_path: Path) -> None:
+    code, more = CASES[name]
+    target = tmp_path / "out.onnx"
+    target.write_bytes(b"an older file")
+    done = warm.run("-c", LIMITED, code, target, *more, cwd=ROOT)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("StorageError: cannot write") and "nothing was changed" in last, done.stderr
+    assert target.read_bytes() == b"an older file"
+    assert os.listdir(tmp_path) == ["out.onnx"]
+
+
 def test_full_memory(tmp_path: Path) -> None:
     """A structure that would take 1 GB under a limit of 0.7 GB (RLIMIT_AS): one line, exit code 3, nothing written."""
     graph = field(1, field(5, b"") * 4_000_000)
     (tmp_path / "bomb.onnx").write_bytes(b"\x08\x08" + field(8, b"\x10\x11") + field(7, graph))
     done = _limited(resource.RLIMIT_AS, 700_000_000, tmp_path / "bomb.onnx", tmp_path / "out.onnx")
-    assert done.returncode == 3
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (3, 1)
     assert "more memory than there is" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
     assert os.listdir(tmp_path) == ["bomb.onnx"]
 
 
 def test_memory_for_the_graph_only(tmp_path: Path) -> None:
     """A model of 300 MB is folded in 150 MB over the interpreter with its imports."""
-    weights = {
-        "w": np.zeros((1, 1, 1, 1), np.float32),
+    values = {
+        "w": np.zeros((64, 64, 135, 136), np.float32),
         **{name: np.ones(64, np.float32) for name in batch_norm("p", 64)},
     }
-    proto = model(BODY.replace("256", "64").replace("w)", "w)", 1), values=weights)
-    tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == "w")
-    del tensor.dims[:]
-    tensor.dims.extend([64, 64, 135, 136])
-    tensor.raw_data = bytes(64 * 64 * 135 * 136 * 4)
+    onnx.save(model(BODY.format(64), values=values), tmp_path / "large.onnx")
+    del values
     path = tmp_path / "large.onnx"
-    path.write_bytes(proto.SerializeToString())
     assert path.stat().st_size > 300_000_000
-    del proto, tensor
     code = """
 import resource, sys
 import bnexport.folding.api
@@ -205,19 +255,11 @@ print(peak() - before)
 
 
 def test_a_pipe_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    """Nor a device: as root, a rename would put a model in the place of /dev/null."""
+    """Nor a device: as root, a rename would put a model, or the report of `--json /dev/null`, in the place of /dev/null."""
     pipe = tmp_path / "pipe.onnx"
     os.mkfifo(pipe)
     with pytest.raises(UsageError, match="device or pipe"):
         fold(source, pipe, verify=False)
-    assert pipe.is_fifo()
-    assert os.listdir(tmp_path) == [pipe.name]
-
-
-def test_a_report_goes_through_a_pipe(tmp_path: Path) -> None:
-    """`--json /dev/null` once put a file in the place of the device."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         write_whole(pipe, "text")

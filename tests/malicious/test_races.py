@@ -3,108 +3,101 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bnexport import verify
 from bnexport.errors import UnsafeModelError, UsageError
+from bnexport.exporting import against_file
 from bnexport.folding import fold
-from bnexport.model_io import as_model, load, save, stage
+from bnexport.model_io import as_model, load, save, stage, write
 from bnexport.runtime import engine
 from tests.malicious.attempts import SECRET, WEIGHT, example
 
-
-def replace_by_another_file(victim: Path) -> None:
-    (victim.parent / "data").rename(victim.parent / "old")
-    (victim.parent / "data").write_bytes(bytes(WEIGHT.nbytes))
+Change = Callable[[Path, Path], None]
 
 
-def replace_by_a_link(victim: Path) -> None:
-    (victim.parent / "data").unlink()
-    (victim.parent / "data").symlink_to(victim.parent.parent / "secret")
+def replace_by_another_file(data: Path, secret: Path) -> None:
+    data.rename(data.with_name("old"))
+    data.write_bytes(bytes(WEIGHT.nbytes))
 
 
-def replace_by_a_hard_link(victim: Path) -> None:
-    (victim.parent / "data").unlink()
-    os.link(victim.parent.parent / "secret", victim.parent / "data")
+def replace_by_a_link(data: Path, secret: Path) -> None:
+    data.unlink()
+    data.symlink_to(secret)
 
 
-def cut_off(victim: Path) -> None:
-    os.truncate(victim.parent / "data", 100)
+def replace_by_a_hard_link(data: Path, secret: Path) -> None:
+    data.unlink()
+    os.link(secret, data)
 
 
-def overwrite(victim: Path) -> None:
-    (victim.parent / "data").write_bytes(SECRET[: WEIGHT.nbytes])
-    os.utime(victim.parent / "data", ns=(1, 1))
+def cut_off(data: Path, secret: Path) -> None:
+    os.truncate(data, 100)
+
+
+def overwrite(data: Path, secret: Path) -> None:
+    data.write_bytes(SECRET[: WEIGHT.nbytes])
+    os.utime(data, ns=(1, 1))
+
+
+def after(change: Change, victim: Path, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that changes the data beside a model once it has done what it does."""
+
+    def changing(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
+        change(victim.with_name("data"), victim.parent.parent / "secret")
+        return result
+
+    return changing
 
 
 CHANGES = [replace_by_another_file, replace_by_a_link, replace_by_a_hard_link, cut_off, overwrite]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_between_loading_and_reading(change: object, victim: Path) -> None:
-    loaded = load(victim)
-    change(victim)  # type: ignore[operator]
+@pytest.mark.parametrize("change", CHANGES)
+def test_between_loading_and_reading_or_writing(change: Change, victim: Path) -> None:
+    loaded = after(change, victim, load)(victim)
     with pytest.raises(UnsafeModelError):
-        loaded.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_between_loading_and_writing(change: object, victim: Path) -> None:
-    loaded = load(victim)
-    change(victim)  # type: ignore[operator]
+        loaded.graph.initializers["w"].const_value.numpy()
     with pytest.raises(UnsafeModelError):
         save(loaded, victim.parent / "out.onnx")
     assert not (victim.parent / "out.onnx").exists()
 
 
-@pytest.mark.parametrize("change", [replace_by_a_link, replace_by_a_hard_link], ids=lambda change: change.__name__)
-def test_between_the_check_and_onnxruntime(change: object, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [replace_by_a_link, replace_by_a_hard_link])
+def test_between_the_check_and_onnxruntime(change: Change, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime is given bytes, never a path that it would open again."""
-    real = engine.model_io.load
-
-    def load_and_change(path: Path) -> object:
-        model = real(path)
-        change(victim)  # type: ignore[operator]
-        return model
-
-    monkeypatch.setattr(engine.model_io, "load", load_and_change)
+    monkeypatch.setattr(engine.model_io, "load", after(change, victim, engine.model_io.load))
     with pytest.raises(UnsafeModelError):
         engine.run(victim, {"x": np.ones((1, 64), np.float32)})
 
 
 def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.exporting import against_file as comparing
-
-    real = comparing.open_source
-
-    def open_and_change(source: object, **options: object) -> object:
-        opened = real(source, **options)  # type: ignore[arg-type]
-        replace_by_a_link(victim)
-        return opened
-
-    monkeypatch.setattr(comparing, "open_source", open_and_change)
+    monkeypatch.setattr(against_file, "open_source", after(replace_by_a_link, victim, against_file.open_source))
     with pytest.raises(UnsafeModelError):
         verify(victim, victim)
 
 
 def test_a_link_put_in_place_of_the_output(victim: Path) -> None:
     """GHSA-q56x-g2fj-4rj6: a name is replaced between the check and the writing. A rename writes through no link."""
-    staged = stage(as_model(example()), victim.parent / "out.onnx", external_data=True)
-    (victim.parent / "out.onnx").symlink_to(victim.parent.parent / "secret")
-    (victim.parent / "out.onnx.data").symlink_to(victim.parent.parent / "secret")
-    with pytest.raises(UsageError, match="another run"):
-        staged.commit()
-    staged.discard()
-    assert (victim.parent.parent / "secret").read_bytes() == SECRET
-    (victim.parent / "out.onnx.data").unlink()
-    staged = stage(as_model(example()), victim.parent / "other.onnx", external_data=True)
-    (victim.parent / "other.onnx").symlink_to(victim.parent.parent / "secret")
-    staged.commit()
-    assert (victim.parent.parent / "secret").read_bytes() == SECRET
-    assert not (victim.parent / "other.onnx").is_symlink()
+    secret, folder = victim.parent.parent / "secret", victim.parent
+    for name, links in (("out.onnx", ["out.onnx", "out.onnx.data"]), ("other.onnx", ["other.onnx"])):
+        staged = stage(as_model(example()), folder / name, external_data=True)
+        for link in links:
+            (folder / link).symlink_to(secret)
+        if len(links) == 2:
+            with pytest.raises(UsageError, match="another run"):
+                staged.commit()
+            staged.discard()
+        else:
+            staged.commit()
+            assert not (folder / name).is_symlink()
+        assert secret.read_bytes() == SECRET
 
 
 def test_an_output_name_from_the_file_is_never_used(victim: Path) -> None:
@@ -120,15 +113,8 @@ def test_an_output_name_from_the_file_is_never_used(victim: Path) -> None:
 
 
 def test_fold_reports_a_change_in_the_middle(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.model_io import write
-
     real = write._fitting
-
-    def change_and_fit(*arguments: object) -> object:
-        cut_off(victim)
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(write, "_fitting", change_and_fit)
+    monkeypatch.setattr(write, "_fitting", lambda *given: (cut_off(victim.with_name("data"), victim), real(*given))[1])
     with pytest.raises(UnsafeModelError, match="changed since"):
         fold(victim, victim.parent / "out.onnx")
     assert sorted(os.listdir(victim.parent)) == ["data", "model.onnx"]

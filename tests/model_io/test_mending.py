@@ -16,15 +16,12 @@ from bnexport.cli import main
 from bnexport.errors import MalformedModelError, UnsafeModelError
 from bnexport.folding import fold
 from bnexport.model_io import Limits, from_proto, load, to_proto
-from tests.support.onnx_text import assert_near, batch_norm, make_inputs, model, operators, run
+from tests.support.onnx_text import assert_near, make_inputs, model, operators, run
 
-NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) {
-    z = Conv (x, w)
-    n = BatchNormalization (z, p_s, p_b, p_m, p_v)
-    r = Relu (n)
-    t = Tanh (n)
+NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) { z = Conv (x, w:4.3.1.1) n = Norm (z, p:4) r = Relu (n) t = Tanh (n)
     y = Add (r, t) }"""
-SHAPES = {"w": (4, 3, 1, 1), **batch_norm("p", 4)}
+SORTED = ["Conv", "BatchNormalization", "Tanh", "Relu", "Add"]
+UNSORTED = "the nodes were not in topological order; they were sorted"
 
 
 def reordered(proto: onnx.ModelProto, order: list[int]) -> onnx.ModelProto:
@@ -36,24 +33,20 @@ def reordered(proto: onnx.ModelProto, order: list[int]) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [1, 0, 4, 2, 3], [0, 2, 1, 4, 3]])
 def test_a_fold_of_unsorted_nodes(order: list[int]) -> None:
-    proto = reordered(model(NET, SHAPES), order)
+    proto = reordered(model(NET), order)
     result = fold(proto)
     assert result.report.folded and result.report.verification
-    assert result.report.notes == ("graph 'g': the nodes were not in topological order; they were sorted",)
+    assert result.report.notes == (f"graph 'g': {UNSORTED}",)
     inputs = make_inputs(proto)
     assert_near(run(to_proto(result.model), inputs)[0], run(proto, inputs)[0])
 
 
-def test_sorted_nodes_stay_as_they_are() -> None:
-    """Every topological order, not only the one that sorting would make."""
-    proto = reordered(model(NET, SHAPES), [0, 1, 3, 2, 4])
-    assert operators(to_proto(from_proto(proto))) == ["Conv", "BatchNormalization", "Tanh", "Relu", "Add"]
-    assert bnexport.inspect(proto).notes == ()
-
-
 def test_the_sort_is_stable() -> None:
-    proto = reordered(model(NET, SHAPES), [3, 1, 2, 0, 4])
-    assert operators(to_proto(from_proto(proto))) == ["Conv", "BatchNormalization", "Tanh", "Relu", "Add"]
+    """Every topological order stays, not only the one that sorting would make."""
+    proto = reordered(model(NET), [0, 1, 3, 2, 4])
+    assert operators(to_proto(from_proto(proto))) == SORTED
+    assert bnexport.inspect(proto).notes == ()
+    assert operators(to_proto(from_proto(reordered(model(NET), [3, 1, 2, 0, 4])))) == SORTED
 
 
 def test_large_graphs_in_any_order() -> None:
@@ -91,9 +84,7 @@ def test_bodies_and_what_they_read_from_outside() -> None:
 
 def test_functions() -> None:
     proto = onnx.parser.parse_model(CALL)
-    assert bnexport.inspect(proto).notes == (
-        "function local:F: the nodes were not in topological order; they were sorted",
-    )
+    assert bnexport.inspect(proto).notes == (f"function local:F: {UNSORTED}",)
     inputs = {"x": np.array([1, -2], np.float32)}
     np.testing.assert_array_equal(run(to_proto(from_proto(proto)), inputs)[0], [1, 4])
 
@@ -116,23 +107,26 @@ def test_a_cycle_is_named(case: str) -> None:
         from_proto(model(f"g (float[2] x, bool k) => (float[2] y) {{ {text} }}"))
 
 
-def test_a_name_that_nothing_defines() -> None:
-    with pytest.raises(MalformedModelError, match=r"Relu '' reads 'gone', which nothing defines$"):
-        from_proto(model("g (float[2] x) => (float[2] y) { y = Add (x, z)  z = Relu (gone) }"))
+BODIES = "then_branch = t () => (float[2] o) { o = Neg (x) }, else_branch = e () => (float[2] p) { p = Abs (x) }"
 
 
-def test_a_name_of_a_body_is_not_seen_outside() -> None:
-    bodies = "then_branch = t () => (float[2] o) { o = Neg (x) }, else_branch = e () => (float[2] p) { p = Abs (x) }"
-    with pytest.raises(MalformedModelError, match="reads 'o', which nothing defines"):
-        from_proto(model(f"g (float[2] x, bool k) => (float[2] y) {{ y = Add (x, o)  z = If (k) <{bodies}> }}"))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("y = Add (x, z)  z = Relu (gone)", "Relu '' reads 'gone', which nothing defines$"),
+        # A name of a body is not seen outside.
+        (f"y = Add (x, o)  z = If (k) <{BODIES}>", "reads 'o', which nothing defines"),
+    ],
+)
+def test_a_name_that_nothing_defines(text: str, words: str) -> None:
+    with pytest.raises(MalformedModelError, match=words):
+        from_proto(model(f"g (float[2] x, bool k) => (float[2] y) {{ {text} }}"))
 
 
 def test_the_last_of_several_initializers_counts() -> None:
     """As in ONNX Runtime, which warns of it."""
-    proto = model(NET, SHAPES)
-    kept = proto.graph.initializer[0]
-    first = onnx.numpy_helper.from_array(np.zeros((4, 3, 1, 1), np.float32), kept.name)
-    proto.graph.initializer.insert(0, first)
+    proto = model(NET)
+    proto.graph.initializer.insert(0, onnx.numpy_helper.from_array(np.zeros((4, 3, 1, 1), np.float32), "w"))
     result = fold(proto)
     assert result.report.folded
     assert result.report.notes == ("graph 'g': initializers of a repeated name were left out: 1",)
@@ -141,7 +135,7 @@ def test_the_last_of_several_initializers_counts() -> None:
 
 
 def test_training_info_is_left_out() -> None:
-    proto = model(NET, SHAPES)
+    proto = model(NET)
     proto.training_info.add()
     assert bnexport.inspect(proto).notes == ("the model carried training_info, which was left out",)
     assert not to_proto(from_proto(proto)).training_info
@@ -155,8 +149,8 @@ def test_depth_is_limited() -> None:
 
 
 def test_the_command_line_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    onnx.save(reordered(model(NET, SHAPES), [1, 0, 2, 3, 4]), tmp_path / "m.onnx")
-    note = "note: graph 'g': the nodes were not in topological order; they were sorted"
+    onnx.save(reordered(model(NET), [1, 0, 2, 3, 4]), tmp_path / "m.onnx")
+    note = f"note: graph 'g': {UNSORTED}"
     assert main(["inspect", str(tmp_path / "m.onnx")]) == 0
     assert note in capfd.readouterr().err
     assert main(["fold", str(tmp_path / "m.onnx"), str(tmp_path / "f.onnx")]) == 0

@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx.helper
 import onnx.numpy_helper
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -41,7 +43,6 @@ from bnexport.model_io import (
     staging,
     to_proto,
     walk,
-    wire,
     write,
 )
 from bnexport.model_io import write as parts_of
@@ -52,6 +53,22 @@ from bnexport.runtime import engine
 from tests.support.onnx_text import model
 
 BIG = np.random.default_rng(0).standard_normal((300, 256)).astype(np.float32)  # more than a cut's smallest
+BODY = "g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }"
+
+
+def source(text: str = "g (float[N] x) => (float[N] y) { y = Relu (x) }", **values: np.ndarray) -> ir.Model:
+    return from_proto(model(text, values=values))
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
+
+
+def fails(number: int) -> Callable[..., Any]:
+    return raises(OSError(number, os.strerror(number)))
 
 
 class TestSafetensors:
@@ -82,11 +99,7 @@ class TestSafetensors:
 
     def test_a_failure_leaves_the_old_file_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save_tensors({"a": np.ones(2)}, {}, tmp_path / "t")
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "replace", full)
+        monkeypatch.setattr(os, "replace", fails(errno.ENOSPC))
         with pytest.raises(StorageError, match=r"cannot write .*: No space left on device; nothing was changed"):
             save_tensors({"a": np.zeros(2)}, {}, tmp_path / "t")
         assert os.listdir(tmp_path) == ["t"]
@@ -108,24 +121,19 @@ class TestSafetensors:
 
 def with_lists() -> onnx.ModelProto:
     """An initializer, and attributes that hold one tensor, two tensors, and a body with one."""
-    make = onnx.helper
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 17, "d": 1]>
+        main (float[1] x) => (float[1] y) { a = d.One (x) b = d.Two (a)
+            y = d.Bodies <body = body () => (float[1] o) <float[1] inner = {1}> { o = Identity (inner) }> (b) }""")
+    one, two, bodies = proto.graph.node
+    bodies.attribute[0].g.node[0].ClearField("domain")  # which the parser writes out
+    one.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(BIG, "one")))
     pair = [onnx.numpy_helper.from_array(np.full(2, value, np.float32), f"l{value}") for value in (1, 2)]
-    body = make.make_graph(
-        [make.make_node("Identity", ["inner"], ["o"])], "body", [],
-        [make.make_tensor_value_info("o", onnx.TensorProto.FLOAT, [1])],
-        [onnx.numpy_helper.from_array(np.ones(1, np.float32), "inner")],
-    )  # fmt: skip
-    one = make.make_node("One", ["x"], ["a"], domain="d", value=onnx.numpy_helper.from_array(BIG, "one"))
-    two = make.make_node("Two", ["a"], ["b"], domain="d", values=pair)
-    two.attribute[0].doc_string = "said of the list"
-    bodies = make.make_node("Bodies", ["b"], ["y"], domain="d", body=body)
-    value = make.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
-    result = make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    two.attribute.append(onnx.helper.make_attribute("values", pair, "said of the list"))
     initializer = onnx.numpy_helper.from_array(BIG, "w")
     initializer.doc_string = "said of w"
     initializer.metadata_props.add(key="k", value="v")
-    graph = make.make_graph([one, two, bodies], "main", [value], [result], [initializer])
-    return make.make_model(graph, opset_imports=[make.make_opsetid("", 17), make.make_opsetid("d", 1)], ir_version=10)
+    proto.graph.initializer.append(initializer)
+    return proto
 
 
 class TestTensors:
@@ -163,7 +171,7 @@ class TestTensors:
 class TestContained:
     @pytest.fixture
     def tensor(self, tmp_path: Path) -> ContainedTensor:
-        save(from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG})),
+        save(source(BODY, w=BIG),
              tmp_path / "m.onnx", external_data=True)  # fmt: skip
         found = load(tmp_path / "m.onnx").graph.initializers["w"].const_value
         assert isinstance(found, ContainedTensor)
@@ -178,18 +186,11 @@ class TestContained:
         """Into memory, into a file, and into a file where the kernel cannot copy, or only a part."""
         memory = io.BytesIO(b"head")
         memory.seek(4)
-        memory.fileno = None  # type: ignore[method-assign,assignment]
-        del memory.fileno
-        plain = type("Plain", (), {"write": memory.write})()
-        tensor.tofile(plain)
+        tensor.tofile(type("Plain", (), {"write": memory.write})())
         assert memory.getvalue() == b"head" + BIG.tobytes()
 
         copy = os.copy_file_range
-
-        def cannot(*_: object) -> int:
-            raise OSError(errno.EXDEV, "another file system")
-
-        for replacement in (copy, lambda a, b, count, i, o: copy(a, b, min(count, 1000), i, o), cannot):
+        for replacement in (copy, lambda a, b, count, i, o: copy(a, b, min(count, 1000), i, o), fails(errno.EXDEV)):
             calls = iter([True, False, False])
             monkeypatch.setattr(
                 os, "copy_file_range", lambda *a, calls=calls, it=replacement: it(*a) if next(calls, False) else 0
@@ -199,12 +200,8 @@ class TestContained:
                 tensor.tofile(file)
                 assert file.tell() == 4 + BIG.nbytes
             assert (tmp_path / "copy").read_bytes() == b"head" + BIG.tobytes()
-
-        def broken(*_: object) -> int:
-            raise OSError(errno.EIO, "broken")
-
-        monkeypatch.setattr(os, "copy_file_range", broken)
-        with open(tmp_path / "copy", "w+b") as file, pytest.raises(OSError, match="broken"):
+        monkeypatch.setattr(os, "copy_file_range", fails(errno.EIO))
+        with open(tmp_path / "copy", "w+b") as file, pytest.raises(OSError, match="error"):
             tensor.tofile(file)
 
     def test_a_file_that_got_shorter(self, tensor: ContainedTensor, tmp_path: Path) -> None:
@@ -219,7 +216,7 @@ class TestContained:
         (tmp_path / "m.onnx.data").write_bytes(b"other")
         with pytest.raises(UnsafeModelError, match=r"^external data 'm.onnx.data' changed since"):
             tensor.tobytes()
-        save(from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG})),
+        save(source(BODY, w=BIG),
              tmp_path / "one.onnx")  # fmt: skip
         inside = load(tmp_path / "one.onnx").graph.initializers["w"].const_value
         (tmp_path / "one.onnx").write_bytes(b"other")
@@ -242,63 +239,51 @@ class TestForAnEngine:
         large = np.zeros((256, 64), np.float32)  # the bytes from which they do
         shapes = {"big": large, "less": large[:, :63], "asked": large, "odd": large}
         body = "g (float[256,64] x, float[256,64] asked) => (float[256,64] y) { y = Add (x, big) }"
-        source = from_proto(model(body, values={name: np.ascontiguousarray(it) for name, it in shapes.items()}))
-        odd = source.graph.initializers["odd"]
-        odd.const_value = ir.Tensor(np.zeros((256, 128), ml_dtypes.bfloat16), name="odd")
-        before = to_proto(source).SerializeToString()
-        parts = to_parts(source)
+        made = source(body, **{name: np.ascontiguousarray(it) for name, it in shapes.items()})
+        made.graph.initializers["odd"].const_value = ir.Tensor(np.zeros((256, 128), ml_dtypes.bfloat16), name="odd")
+        before = to_proto(made).SerializeToString()
+        parts = to_parts(made)
         assert list(parts.weights) == ["big"]
         proto = onnx.ModelProto.FromString(parts.data)
         given = [it.name for it in proto.graph.initializer if it.data_location == onnx.TensorProto.EXTERNAL]
         assert given == ["big"] and len(parts.data) < 4 * large.nbytes
-        assert to_proto(source).SerializeToString() == before
+        assert to_proto(made).SerializeToString() == before
 
     def test_a_graph_past_protobuf(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parts_of, "PROTOBUF_LIMIT", 10)
         with pytest.raises(UnsupportedModelError, match=r"the graph has \d+ bytes without its weights"):
-            to_parts(from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")))
+            to_parts(source())
 
 
 class TestWrite:
     def test_room_is_taken_where_the_file_system_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         large = {"w": np.zeros(1 << 22, np.float32)}  # room is taken for 16 MB and more
-        source = from_proto(model(f"g (float[{1 << 22}] x) => (float[{1 << 22}] y) {{ y = Add (x, w) }}", values=large))
-        for number, accepted in ((errno.EOPNOTSUPP, True), (errno.EINVAL, True), (errno.ENOSPC, False)):
-
-            def fails(*_: object, number: int = number) -> None:
-                raise OSError(number, os.strerror(number))
-
-            monkeypatch.setattr(os, "posix_fallocate", fails)
-            if accepted:
-                save(source, tmp_path / "m.onnx")
-            else:
-                with pytest.raises(StorageError, match="No space left on device"):
-                    save(source, tmp_path / "m.onnx")
-        assert to_proto(load(tmp_path / "m.onnx")) == to_proto(source)
+        made = source(f"g (float[{1 << 22}] x) => (float[{1 << 22}] y) {{ y = Add (x, w) }}", **large)
+        for number in (errno.EOPNOTSUPP, errno.EINVAL):
+            monkeypatch.setattr(os, "posix_fallocate", fails(number))
+            save(made, tmp_path / "m.onnx")
+        monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        with pytest.raises(StorageError, match="No space left on device"):
+            save(made, tmp_path / "m.onnx")
+        assert to_proto(load(tmp_path / "m.onnx")) == to_proto(made)
 
     def test_a_model_past_protobuf_without_its_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert DEFAULT_LIMITS.model_bytes == write.PROTOBUF_LIMIT
         monkeypatch.setattr(write, "PROTOBUF_LIMIT", 10)
-        source = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
         for asked in (None, True):
             with pytest.raises(UnsupportedModelError, match=r"would have \d+ bytes without its weights"):
-                save(source, tmp_path / "m.onnx", external_data=asked)
+                save(source(), tmp_path / "m.onnx", external_data=asked)
         assert os.listdir(tmp_path) == []
 
 
 class TestCommit:
     def test_data_that_loses_its_model_is_noted_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A run that ends at the rename leaves the name for the next one, which removes the file."""
-        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
-        save(source, tmp_path / "m.onnx", external_data=True)
-        staged = stage(source, tmp_path / "m.onnx", external_data=False)
+        save(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=True)
+        staged = stage(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=False)
         assert staged.data_name is None
-
-        def ends(*_: object) -> None:
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as context:
-            context.setattr(os, "rename", ends)
+            context.setattr(os, "rename", raises(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 staged.commit()
         assert (Path(staged.folder) / "data").read_text() == "m.onnx.data"
@@ -308,11 +293,11 @@ class TestCommit:
     def test_the_folder_is_flushed_before_and_after_the_model_is_in_place(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        source, steps = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")), []
+        steps: list[str] = []
         rename, flush = os.rename, limits.sync_folder
         monkeypatch.setattr(os, "rename", lambda *names: (steps.append("rename"), rename(*names)))
         monkeypatch.setattr(limits, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
-        save(source, tmp_path / "m.onnx")
+        save(source(), tmp_path / "m.onnx")
         assert steps == ["flush", "rename", "flush"]
 
     def test_flushing_a_folder_leaves_nothing_open(self, tmp_path: Path) -> None:
@@ -346,35 +331,22 @@ class TestCommit:
 
     def test_processes_that_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert limits.is_alive(os.getpid()) is True
-
-        def foreign(*_: object) -> None:
-            raise PermissionError
-
-        monkeypatch.setattr(os, "kill", foreign)
+        monkeypatch.setattr(os, "kill", raises(PermissionError()))
         assert limits.is_alive(1) is True
 
 
 def test_what_parsing_says_of_memory() -> None:
-    def fails(error: Exception) -> Callable[[], wire.Cut]:
-        def walk() -> wire.Cut:
-            raise error
-
-        return walk
-
     for error in (MemoryError(), DecodeError("cannot alloc")):
         with pytest.raises(UnsafeModelError, match="'m' needs more memory than there is"):
-            read._parse(fails(error), "m")
+            read._parse(raises(error), "m")
     with pytest.raises(MalformedModelError, match="'m' is truncated"):
-        read._parse(fails(DecodeError("bad tag")), "m")
+        read._parse(raises(DecodeError("bad tag")), "m")
 
 
 def test_a_refusal_while_the_graph_is_built_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise UnsafeModelError("no")
-
-    monkeypatch.setattr(ir.serde, "deserialize_model", refuses)
+    monkeypatch.setattr(ir.serde, "deserialize_model", raises(UnsafeModelError("no")))
     with pytest.raises(UnsafeModelError, match=r"^no$"):
-        from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
+        source()
 
 
 class TestLeftovers:
@@ -405,8 +377,7 @@ class TestLeftovers:
             (tmp_path / expected).symlink_to("nowhere")
 
     def test_a_data_file_that_another_run_made_stays(self, tmp_path: Path) -> None:
-        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
-        staged = stage(source, tmp_path / "m.onnx", external_data=True)
+        staged = stage(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=True)
         (tmp_path / "m.onnx.data").write_text("theirs")
         with pytest.raises(
             UsageError, match=r"'m.onnx.data' was made by another run in the meantime; nothing was changed"
@@ -416,13 +387,9 @@ class TestLeftovers:
         assert os.listdir(tmp_path) == ["m.onnx.data"] and (tmp_path / "m.onnx.data").read_text() == "theirs"
 
     def test_without_hard_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def none(*_: object) -> None:
-            raise OSError(errno.EPERM, "no links here")
-
-        monkeypatch.setattr(os, "link", none)
-        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
-        save(source, tmp_path / "m.onnx", external_data=True)
-        save(source, tmp_path / "m.onnx", external_data=True)
+        monkeypatch.setattr(os, "link", fails(errno.EPERM))
+        for _ in range(2):
+            save(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=True)
         assert len(os.listdir(tmp_path)) == 2
         assert load(tmp_path / "m.onnx").graph.initializers["w"].const_value.tobytes() == BIG.tobytes()
 
@@ -440,10 +407,8 @@ def test_the_innermost_error() -> None:
 
 def test_a_weight_that_nothing_reads_stays_inside() -> None:
     """ONNX Runtime drops it, and fails where it is given as well."""
-    source = from_proto(
-        model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG, "unused": BIG})
-    )
-    assert list(to_parts(source).weights) == ["w"]
+    made = source(BODY, w=BIG, unused=BIG)
+    assert list(to_parts(made).weights) == ["w"]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    assert engine.open(source, options=options).run({"x": np.ones((1, 300), np.float32)})[0].shape == (1, 256)
+    assert engine.open(made, options=options).run({"x": np.ones((1, 300), np.float32)})[0].shape == (1, 256)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.helper as make
 import onnx.numpy_helper
+import onnx.parser
 import pytest
 
 from bnexport.errors import MalformedModelError, ModelError, UnsafeModelError, UnsupportedModelError
@@ -26,37 +27,19 @@ def tensor(name: str = "w", dims: tuple[int, ...] = (2, 3), dtype: int = T.FLOAT
     return made
 
 
+EXAMPLE = """<ir_version: 8, opset_import: ["": 17, "local": 1]>
+    main (float[N] x, bool c) => (float z) <float[2,3] w = {0, 0, 0, 0, 0, 0}> {
+        [constant] k = Constant <value = float[2] {1.0, 2.0}> ()
+        [if] y = If (c) <
+            then_branch = then () => (float t) <float[1] inner = {1}> { [add] t = Add (x, inner) },
+            else_branch = else () => (float e) { [same] e = Identity (x) }>
+        [call] z = local.F (y) }
+    <opset_import: ["": 17], domain: "local"> F (a) => (b) { k = Constant <value = float {0.0}> () b = Add (a, k) }"""
+
+
 def example() -> onnx.ModelProto:
     """An If with a body on either side, a function and its call, and a tensor in every place that holds one."""
-    body = make.make_graph(
-        [make.make_node("Add", ["x", "inner"], ["t"], name="add")],
-        "then",
-        [],
-        [make.make_tensor_value_info("t", T.FLOAT, None)],
-        [tensor("inner", (1,), float_data=[1.0])],
-    )
-    other = make.make_graph(
-        [make.make_node("Identity", ["x"], ["e"], name="same")],
-        "else",
-        [],
-        [make.make_tensor_value_info("e", T.FLOAT, None)],
-    )
-    constant = make.make_node("Constant", [], ["k"], name="constant", value=tensor("", (2,), float_data=[1.0, 2.0]))
-    choice = make.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=other)
-    call = make.make_node("F", ["y"], ["z"], name="call", domain="local")
-    graph = make.make_graph(
-        [constant, choice, call],
-        "main",
-        [make.make_tensor_value_info("x", T.FLOAT, ["N"]), make.make_tensor_value_info("c", T.BOOL, [])],
-        [make.make_tensor_value_info("z", T.FLOAT, None)],
-        [tensor("w", raw_data=bytes(24))],
-    )
-    inside = make.make_node("Constant", [], ["k"], name="in function", value=tensor("", (), raw_data=bytes(4)))
-    function = make.make_function(
-        "local", "F", ["a"], ["b"], [inside, make.make_node("Add", ["a", "k"], ["b"])], [make.make_opsetid("", 17)]
-    )
-    opsets = [make.make_opsetid("", 17), make.make_opsetid("local", 1)]
-    return make.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)
+    return onnx.parser.parse_model(EXAMPLE)
 
 
 def changed(change: Callable[[onnx.ModelProto], object]) -> onnx.ModelProto:
@@ -151,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     "bad tensor in a body": (lambda p: body_of(p).initializer[0].dims.append(2), MalformedModelError,
         "'inner'.* carries 1 .*, expected 2"),
     "bad tensor in a function": (lambda p: p.functions[0].node[0].attribute[0].t.dims.append(2), MalformedModelError,
-        "carries 4 .*, expected 8"),
+        "carries 1 .*, expected 2"),
     "bad default": (default(tensor(raw_data=b"")), MalformedModelError, "carries 0 .*, expected 24"),
     "external default": (default(tensor(**EXTERNAL)), UnsafeModelError, "the default of 'size' is external data"),
     "no outputs": (lambda p: p.graph.node.add(op_type="Relu", name="r"), MalformedModelError,
@@ -243,11 +226,8 @@ def test_accepted(case: str) -> None:
 @pytest.mark.parametrize("more", [1, -1])
 def test_one_value_too_many_or_too_few(case: str, more: int) -> None:
     proto = changed(ACCEPTED[case])
-    for field in ("float_data", "double_data", "int64_data", "uint64_data", "string_data", "int32_data"):
-        values = getattr(proto.graph.initializer[0], field)
-        if len(values):
-            values.append(values[0]) if more == 1 else values.pop()
-            break
+    (values,) = (value for field, value in proto.graph.initializer[0].ListFields() if field.name.endswith("_data"))
+    values.append(values[0]) if more == 1 else values.pop()
     with pytest.raises(MalformedModelError, match="expected"):
         validate(proto, DEFAULT_LIMITS)
 
@@ -266,11 +246,14 @@ def test_counts_at_their_limit(limit: str, needed: int) -> None:
         validate(example(), dataclasses.replace(DEFAULT_LIMITS, **{limit: needed - 1}))
 
 
+LISTS = {
+    "ints": (7, [1] * 10),
+    "floats": (6, [1.0] * 10),
+    "strings": (8, [b""] * 10),
+    "type_protos": (14, [onnx.TypeProto()] * 10),
+}
 VALUES_OF = {
-    "an attribute that is a list": (lambda p: attribute(p, type=onnx.AttributeProto.INTS, ints=[1] * 10), 11),
-    "floats": (lambda p: attribute(p, type=onnx.AttributeProto.FLOATS, floats=[1.0] * 10), 11),
-    "strings": (lambda p: attribute(p, type=onnx.AttributeProto.STRINGS, strings=[b""] * 10), 11),
-    "types": (lambda p: attribute(p, type=onnx.AttributeProto.TYPE_PROTOS, type_protos=[onnx.TypeProto()] * 10), 11),
+    **{name: (lambda p, name=name: attribute(p, type=LISTS[name][0], **{name: LISTS[name][1]}), 11) for name in LISTS},
     "one number": (lambda p: attribute(p, type=onnx.AttributeProto.INT, i=1), 1),
     "value_info": (lambda p: p.graph.value_info.add(name="y"), 1),
     "an attribute of a function": (lambda p: p.functions[0].attribute.append("size"), 1),
@@ -289,7 +272,7 @@ def test_what_counts_as_a_value(case: str) -> None:
 
 def test_depth_at_its_limit() -> None:
     validate(example(), dataclasses.replace(DEFAULT_LIMITS, graph_depth=2))
-    with pytest.raises(UnsafeModelError, match=r"graph 'else': graphs are nested deeper than 1; .*graph_depth="):
+    with pytest.raises(UnsafeModelError, match=r"graph 'then': graphs are nested deeper than 1; .*graph_depth="):
         validate(example(), dataclasses.replace(DEFAULT_LIMITS, graph_depth=1))
     node = make.make_node("If", ["a"], ["o"], then_branch=body_of(example()))
     proto = changed(lambda p: p.functions[0].node.append(node))
@@ -396,7 +379,7 @@ def test_every_tensor_is_found() -> None:
 
 
 def test_every_node_is_found() -> None:
-    assert [node.op_type for node in all_nodes(example().graph.node)] == ["Constant", "If", "Identity", "Add", "F"]
+    assert [node.op_type for node in all_nodes(example().graph.node)] == ["Constant", "If", "Add", "Identity", "F"]
     several = changed(lambda p: attribute(p, graphs=[body_of(p), body_of(p)]))
     assert [node.op_type for node in all_nodes(several.graph.node)][:3] == ["Constant", "Add", "Add"]
 

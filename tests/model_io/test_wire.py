@@ -41,21 +41,14 @@ def test_raw_data_comes_once() -> None:
 
 
 LIKE_TAGS = b"\x12" * 8
-NUMBERS = {
-    "float_data": (onnx.TensorProto.FLOAT, np.frombuffer(LIKE_TAGS, "<f4")[0]),
-    "double_data": (onnx.TensorProto.DOUBLE, np.frombuffer(LIKE_TAGS, "<f8")[0]),
-    "int32_data": (onnx.TensorProto.INT32, LIKE_TAGS[0]),
-    "int64_data": (onnx.TensorProto.INT64, LIKE_TAGS[0]),
-    "uint64_data": (onnx.TensorProto.UINT64, LIKE_TAGS[0]),
-}
+NUMBERS = {"float": np.frombuffer(LIKE_TAGS, "<f4")[0], "double": np.frombuffer(LIKE_TAGS, "<f8")[0]}
 
 
-@pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_count_as_no_texts(field: str) -> None:
+@pytest.mark.parametrize("kind", ["float", "double", "int32", "int64", "uint64"])
+def test_numbers_count_as_no_texts(kind: str) -> None:
     """Whatever their bytes look like."""
-    kind, value = NUMBERS[field]
-    tensor = onnx.TensorProto(name="t", dims=[5000], data_type=kind)
-    getattr(tensor, field).extend([value] * 5000)
+    tensor = onnx.TensorProto(name="t", dims=[5000], data_type=onnx.TensorProto.DataType.Value(kind.upper()))
+    getattr(tensor, f"{kind}_data").extend([NUMBERS.get(kind, LIKE_TAGS[0])] * 5000)
     data = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor])).SerializeToString()
     assert wire.whole(data, Limits(elements=100)).data == data
 
