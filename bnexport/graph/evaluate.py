@@ -154,7 +154,10 @@ class Signature:
             )
         if any(each.name in FLAGS and each.value not in (0, 1) for each in node.attributes.values()):
             raise NotEvaluated(f"a switch of {node.op_type} is neither 0 nor 1", "unknown-attribute")
-        self.node, self.proto = node, ir.serde.serialize_node(node)
+        try:
+            self.node, self.proto = node, ir.serde.serialize_node(node)
+        except ir.serde.SerdeError as error:  # an attribute that has no type
+            raise NotEvaluated(f"{node.op_type} cannot be written", "bad-attribute") from error
         del self.proto.input[:], self.proto.output[:]
         self.proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
         self.proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))

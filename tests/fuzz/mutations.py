@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -78,11 +78,8 @@ def serialise(fields: Sequence[Field]) -> bytes:
     for field in fields:
         pieces.append(varint(field.number << 3 | field.wire_type))
         if isinstance(field.value, int):
-            width = {FIXED32: 4, FIXED64: 8}.get(field.wire_type)
-            number = field.value & (2**64 - 1)
-            pieces.append(
-                varint(number) if width is None else (number & (1 << 8 * width) - 1).to_bytes(width, "little")
-            )
+            width, number = {FIXED32: 4, FIXED64: 8}.get(field.wire_type), field.value & (2**64 - 1)
+            pieces.append((number & (1 << 8 * width) - 1).to_bytes(width, "little") if width else varint(number))
         else:
             content = field.value if isinstance(field.value, bytes) else serialise(field.value)
             pieces += [varint(max(0, len(content) + field.lie)), content]
@@ -150,87 +147,61 @@ def _places(fields: list[Field]) -> list[tuple[list[Field], int]]:
     return found
 
 
+# The commonest changes stand twice or more.
+_CHANGES = (
+    *("drop", "repeat", "swap", "transplant", "transplant", "value", "value", "value", "name", "name"),
+    *("number", "wire type", "lie", "nest"),
+)
+
+
 def _change(tree: list[Field], other: list[Field], generator: random.Random) -> None:
+    """Change one field. other: the fields of a model whose parts may be put in."""
     places = _places(tree)
-    if places:
-        holder, index = generator.choice(places)
-        generator.choice(_CHANGES)(holder, index, other, generator)
+    if not places:
+        return
+    holder, index = generator.choice(places)
+    field, kind = holder[index], generator.choice(_CHANGES)
+    if kind == "drop":
+        del holder[index]
+    elif kind == "repeat":
+        holder[index:index] = [field.copy() for _ in range(generator.choice((1, 1, 1, 2, 30, 300)))]
+    elif kind == "swap":
+        second = generator.randrange(len(holder))
+        holder[index], holder[second] = holder[second], field
+    elif kind == "transplant":  # of the same number, which mostly is one of the same type
+        found = [where[at] for where, at in _places(other)]
+        same = [each for each in found if each.number == field.number]
+        holder[index] = generator.choice(same if same and generator.random() < 0.8 else found).copy()
+    elif kind == "value":
+        field.value = _other_value(field, generator)
+    elif kind == "name":  # a text that stands elsewhere: names that are confused, doubled, or defined too late
+        texts = [where[at].value for where, at in _places(other)]
+        texts = [text for text in texts if isinstance(text, bytes) and len(text) < 64]
+        if isinstance(field.value, bytes) and texts:
+            field.value = generator.choice(texts)
+    elif kind == "number":
+        field.number = generator.choice((*range(1, 26), field.number + 1, 2**29 - 1))
+    elif kind == "wire type":
+        holder[index] = Field(field.number, generator.choice((VARINT, FIXED64, FIXED32)), generator.choice(NUMBERS))
+    elif kind == "lie":
+        field.lie = generator.choice((-1, 1, -4, 4, 1000, 2**31, 2**62))
+    else:  # a field inside itself, a few or many times over
+        for _ in range(generator.choice((1, 2, 40, 120))):
+            holder[index] = Field(field.number, BYTES, [holder[index]])
 
 
-Change = Callable[[list[Field], int, list[Field], random.Random], None]
-
-
-def _drop(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    del holder[index]
-
-
-def _repeat(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    times = generator.choice((1, 1, 1, 2, 30, 300))
-    holder[index:index] = [holder[index].copy() for _ in range(times)]
-
-
-def _swap(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    second = generator.randrange(len(holder))
-    holder[index], holder[second] = holder[second], holder[index]
-
-
-def _transplant(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    """A field of the same number from anywhere, which mostly is one of the same type."""
-    places = _places(other)
-    same = [(where, at) for where, at in places if where[at].number == holder[index].number]
-    where, at = generator.choice(same if same and generator.random() < 0.8 else places)
-    holder[index] = where[at].copy()
-
-
-def _value(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    """Another number, text or length, or no content."""
-    field = holder[index]
-    if isinstance(field.value, list):
-        field.value = []
-    elif isinstance(field.value, bytes):
-        field.value = _other_bytes(field.value, generator)
-    elif field.wire_type == FIXED32:
-        field.value = int.from_bytes(struct.pack("<f", generator.choice(FLOATS)), "little")
-    else:
-        field.value = generator.choice((*NUMBERS, field.value + 1, field.value - 1, generator.randrange(32)))
-
-
-def _other_bytes(value: bytes, generator: random.Random) -> bytes:
+def _other_value(field: Field, generator: random.Random) -> int | bytes | list[Field]:
+    """Return another number, text or length, or no content."""
+    value = field.value
+    if isinstance(value, list):
+        return []
+    if isinstance(value, int):
+        if field.wire_type == FIXED32:
+            return int.from_bytes(struct.pack("<f", generator.choice(FLOATS)), "little")
+        return generator.choice((*NUMBERS, value + 1, value - 1, generator.randrange(32)))
     kind = generator.randrange(6)
     if kind < 3:
         return generator.choice(TEXTS).encode()
     if kind == 3:
         return value[: generator.randrange(len(value) + 1)]
     return mutate_bytes(value, generator) if kind == 4 else value + bytes(generator.choice((1, 4, 64, 4096)))
-
-
-def _name(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    """A text that stands elsewhere in the model: names that are confused, doubled, or defined too late."""
-    texts = [where[at].value for where, at in _places(other) if isinstance(where[at].value, bytes)]
-    texts = [text for text in texts if isinstance(text, bytes) and len(text) < 64]
-    if isinstance(holder[index].value, bytes) and texts:
-        holder[index].value = generator.choice(texts)
-
-
-def _number(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    holder[index].number = generator.choice((*range(1, 26), holder[index].number + 1, 2**29 - 1))
-
-
-def _wire_type(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    holder[index] = Field(holder[index].number, generator.choice((VARINT, FIXED64, FIXED32)), generator.choice(NUMBERS))
-
-
-def _lie(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    holder[index].lie = generator.choice((-1, 1, -4, 4, 1000, 2**31, 2**62))
-
-
-def _nest(holder: list[Field], index: int, other: list[Field], generator: random.Random) -> None:
-    """A field inside itself, a few or many times over."""
-    for _ in range(generator.choice((1, 2, 40, 120))):
-        holder[index] = Field(holder[index].number, BYTES, [holder[index]])
-
-
-_CHANGES: tuple[Change, ...] = (
-    *(_drop, _repeat, _swap, _transplant, _transplant, _value, _value, _value, _name, _name),
-    *(_number, _wire_type, _lie, _nest),
-)
