@@ -272,11 +272,14 @@ def is_same(first: Any, second: Any) -> bool:
 
 def _is_alike(first: Any, second: Any) -> bool:
     """Whether two values have arrays at the same places of sequences of the same lengths and maps of the same keys."""
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(_is_alike, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_is_alike(first[key], second[key]) for key in first)
-    return not isinstance(first, (list, tuple, dict)) and not isinstance(second, (list, tuple, dict))
+    return bool(_outline(first) == _outline(second))
+
+
+def _outline(value: Any) -> Any:
+    """Return a value with None in place of each array."""
+    if isinstance(value, (list, tuple)):
+        return [_outline(each) for each in value]
+    return {key: _outline(each) for key, each in value.items()} if isinstance(value, dict) else None
 
 
 def _arrays(value: Any) -> list[np.ndarray]:

@@ -126,6 +126,8 @@ PAIRS: dict[str, Pair] = {
     # integers and numbers of other kinds
     "a cast to a narrower type": Pair("g (uint8[N,5] x) => (float[N,5] y) { c = OP (x) y = Cast <to=1> (c) }", "Identity",
         "Cast <to=3>", _BOTH),
+    "numbers beyond float16": Pair("g (bfloat16[N] x) => (bfloat16[N] y) { OP }", "a = Cast <to=10> (x) y = Cast <to=16> (a)",
+        "y = Identity (x)", _LOCAL),
     "values beyond a byte": Pair("g (int64[N,5] x) => (float[N,5] y) { OP y = Cast <to=1> (h) }", "h = Identity (x)",
         "c = Cast <to=6> (x) h = Cast <to=7> (c)", _BOTH),
     **{f"a table of {rows} rows": Pair("g (int64[N,T] x) => (float[N,T,8] y) { y = Gather (t, x) }", "", "", _BOTH,

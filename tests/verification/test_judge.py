@@ -12,7 +12,7 @@ import torch
 
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.runtime.engine import EngineFailure, failures
-from bnexport.verification.comparison import SCALES
+from bnexport.verification.comparison import SCALES, is_same
 from bnexport.verification.file_job import FileJob
 from bnexport.verification.inputs import FeedGroup
 from bnexport.verification.judge import Rules, judge
@@ -139,3 +139,19 @@ def test_a_model_that_does_not_run_again_draws_no_random_numbers() -> None:
     group = FeedGroup([{"x": X}], [[np.abs(X)]])
     assert not job._is_random(turns, Engine(refuses), group, ["y"])  # type: ignore[arg-type]
     assert job._is_random(turns, Engine(lambda x: x), group, ["y"])  # type: ignore[arg-type]
+
+
+def test_outputs_are_the_same_array_by_array() -> None:
+    x, nan = np.arange(3.0), np.full(3, np.nan)
+    for one, two in ((x, x), (nan, nan), ([x, nan], (x, nan)), ({1: x}, {1: x}), ([{"a": x}], [{"a": x}])):
+        assert is_same(one, two)
+    for one, two in (
+        (x, nan),
+        (x, [x]),
+        ([x], {0: x}),
+        ([x], [x, x]),
+        ({1: x}, {2: x}),
+        (x, x.astype(np.float32)),
+        ([], [[]]),
+    ):
+        assert not is_same(one, two) and not is_same(two, one)

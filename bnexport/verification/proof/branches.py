@@ -28,6 +28,7 @@ from bnexport.verification.proof.relations import (
     Unrelated,
     Violation,
     agreement,
+    narrowed,
     read_off,
     slack,
 )
@@ -110,8 +111,6 @@ class WrittenKernel:
 
     def aligned(self, other: WrittenKernel) -> tuple[WrittenKernel, WrittenKernel]:
         """Return both with the same groups and positions. Raises Unrelated where their results may differ in size."""
-        if len(self.window) != len(other.window):
-            raise Unrelated("its branches have other positions")
         groups = math.gcd(self.groups, other.groups)
         pair = [each.grouped(groups) for each in (self, other)]
         growth = [
@@ -148,8 +147,6 @@ class WrittenKernel:
         groups = math.gcd(self.groups, inner.groups)
         outer, first = self.grouped(groups), inner.grouped(groups)
         rows, columns = outer.weight.values.shape[1], first.weight.values.shape[2]
-        if outer.weight.values.shape[2] != first.weight.values.shape[1]:
-            raise Unrelated("its branches have other channels")
         window = [s * (k - 1) + own for s, k, own in zip(inner.strides, outer.window, first.window, strict=True)]
         _require_small(groups, rows, columns, *window)
         total = [np.zeros((groups, rows, columns, *window)) for _ in range(2)]
@@ -262,7 +259,7 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     ones = (1,) * (rank - 2)
     if node.kind == "Pad":
         pads = node.ints(1, "pads")
-        if pads is None or len(pads) != 2 * rank or node.has(3) or not fills_with_zeros(node) or min(pads) < 0:
+        if pads is None or node.has(3) or not fills_with_zeros(node) or min(pads) < 0:
             raise Unrelated("it does not put zeros around each channel")
         if any(pads[axis] for axis in (0, 1, rank, rank + 1)):
             raise Unrelated("it does not put zeros around each channel")
@@ -388,11 +385,13 @@ def _on_rows(numbers: Numbers, rank: int) -> Numbers:
     """Bring numbers for each channel of a value into one row. Raises Unrelated where they differ along other axes."""
 
     def flat(array: np.ndarray) -> np.ndarray:
-        if array.size > 1 and array.size != array.shape[max(array.ndim - rank - 1, 0)]:
+        if array.size != (array.shape[-rank - 1] if array.ndim > rank else 1):
             raise Unrelated("a branch is mapped along another axis")
         return array.reshape(-1) if array.size > 1 else array.reshape(())
 
-    return numbers.apply(flat)
+    if numbers.shape == ():
+        return numbers
+    return narrowed(*np.broadcast_arrays(numbers.values, numbers.error)).apply(flat)
 
 
 def _on_channels(numbers: Numbers, rank: int) -> Numbers:

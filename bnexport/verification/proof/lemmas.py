@@ -32,7 +32,14 @@ import onnx_ir as ir
 
 from bnexport.graph.nodes import get_flag, get_float, get_int, get_ints, get_string
 from bnexport.verification.proof import weights
-from bnexport.verification.proof.movements import MOVEMENTS, concatenated, fills_with_zeros, positions, positive_axes
+from bnexport.verification.proof.movements import (
+    MOVEMENTS,
+    concatenated,
+    fills_with_zeros,
+    known_sizes,
+    positions,
+    positive_axes,
+)
 from bnexport.verification.proof.relations import (
     NOISE,
     ONE,
@@ -122,8 +129,6 @@ def normalised(node: Reading) -> Form:
     error = scale.error / root + np.abs(factor) * (0.5 * var.error / (total - var.error) + NOISE)
     k = Numbers(factor, error)
     form, rank = node.data(0), node.known_rank()
-    if rank < 2:
-        raise Unrelated("its data have no channels")
     shape = (-1, *[1] * (rank - 2))
     k, h = (each.apply(lambda array: array.reshape(shape)) for each in (k, bias - k * mean))
     node.know_size(form, 1, factor.size)
@@ -165,14 +170,11 @@ def pointwise(node: Reading) -> Form:
 
 def scaled_core(node: Reading) -> Form:
     """Instance-, Layer-, Group-, RMSNormalization: s core(x) + b, where core(x) is a base of its own."""
-    if any(node.is_read(output) for output in node.node.outputs[1:]):
-        raise Unrelated("it has other outputs")
-    scale, rank = node.parameter(1), node.rank(0)
-    bias = node.parameter(2) if node.has(2) else ZERO
+    scale, bias = node.parameter(1), node.parameter(2) if node.has(2) else ZERO
     if node.kind in ("InstanceNormalization", "GroupNormalization"):
-        if rank is None or (node.kind == "GroupNormalization" and node.version < 21):
-            raise Unrelated("its rank is not known, or its scale is that of groups")
-        scale, bias = (each.apply(lambda array: array.reshape(-1, *[1] * (rank - 2))) for each in (scale, bias))
+        # Of a group in older ones: then they go with scalars alone.
+        ones = [1] * (node.known_rank() - 2)
+        scale, bias = (each.apply(lambda array: array.reshape(-1, *ones)) for each in (scale, bias))
     core = node.core()
     return Form({core: scale}, bias, scale.values.shape)
 
@@ -307,9 +309,9 @@ def _keeps(node: Reading, axis: int, rank: int) -> bool:
         return bool(scales.size > place and scales[place] == 1.0)
     if get_string(node.node, "keep_aspect_ratio_policy", "stretch") != "stretch" or not (after_roi and node.has(3)):
         return False
-    before, sizes = node.shape(0), node.ints(3)
+    before, sizes = node.shape(0) or (None,) * rank, node.ints(3)
     wanted = sizes[place] if sizes is not None else (node.result_shape() or (None,) * rank)[axis]
-    return before is not None and isinstance(wanted, int) and before[axis] == wanted
+    return isinstance(wanted, int) and before[axis] == wanted
 
 
 def moved(pair: Couple) -> list[Relation]:
@@ -366,11 +368,8 @@ def _told(pair: Couple, relations: list[Relation], constants: list[int], hint: N
     axis, rank = get_int(pair.mine.node, "axis", 1), len(shape)
     axis %= rank
     found, start = list(relations), 0
-    for index in range(len(relations)):
-        shape = pair.mine.shape(index)
-        size = None if shape is None else shape[axis]
-        if not isinstance(size, int):
-            raise Unrelated("the channels of an operand are not known")
+    shapes = [pair.mine.shape(index) for index in range(len(relations))]
+    for index, size in enumerate(known_sizes([None if shape is None else shape[axis] for shape in shapes])):
         if index in constants:
             own = hint.apply(functools.partial(_part, axis=axis, rank=rank, start=start, size=size))
             found[index] = own, pair.theirs.parameter(index) - own * pair.mine.parameter(index)
@@ -403,8 +402,6 @@ def table(pair: Couple) -> Relation:
     """A constant table of which rows are taken: s and t are read off the largest and least number of each column."""
     one, two = pair.mine.parameter(0), pair.theirs.parameter(0)
     rank = one.values.ndim
-    if one.values.shape != two.values.shape or not rank:
-        raise Unrelated("the tables have other shapes")
     if len({each.side.shapes.dtype(each.node.inputs[0]) for each in (pair.mine, pair.theirs)}) > 1:  # type: ignore[arg-type]
         raise Unrelated("the tables have other types")
     axis = get_int(pair.mine.node, "axis", 0) % rank
@@ -446,8 +443,6 @@ def weights_of_gates(node: Reading) -> Linear:
     stored = node.stored(1)
     shape = stored.shape
     form = node.data(0)
-    if len(shape) != 3 or get_int(node.node, "layout", 0):
-        raise Unrelated("its weight has another shape, or its data another layout")
     bias = ZERO
     if node.has(3):
         whole = node.parameter(3)
@@ -548,8 +543,6 @@ def convolution(node: Reading) -> Placed:
     stored = node.stored(1)
     shape = stored.shape
     group = get_int(node.node, "group", 1)
-    if len(shape) < 3 or group < 1 or shape[0] % group:
-        raise Unrelated("its weight has another shape")
     turned = node.kind == "ConvTranspose"
     outputs = shape[1] * group if turned else shape[0]
     inputs = shape[0] if turned else shape[1] * group
@@ -566,8 +559,6 @@ def convolution(node: Reading) -> Placed:
             raise Unrelated("its bias has another shape")
         bias = bias.apply(lambda array: array.reshape([view[axis] for axis in out]))
     form = node.data(0)
-    if node.rank(0) not in (None, rank):
-        raise Unrelated("its data have another rank")
     node.know_size(form, 1, inputs, rank)
     scales, offset = node.on_axis(form, 1 - rank, inputs, lambda array: array.reshape(read))
     pads = _mixes(node.node, shape[2:]) if turned else may_pad(node.node)
@@ -586,15 +577,15 @@ def gemm(node: Reading) -> Placed:
     """alpha A' B' + beta C."""
     stored = node.stored(1)
     shape = stored.shape
-    if len(shape) != 2 or node.rank(0) not in (None, 2):
-        raise Unrelated("its weight is no matrix")
+    if node.rank(0) not in (None, 2):
+        raise Unrelated("its data are no matrix")
     place = 0 if get_flag(node.node, "transB") else 1
     bias = ZERO
     if node.has(2):
         beta = Numbers(np.asarray(get_float(node.node, "beta", 1.0)), np.zeros(()))
         own = node.parameter(2)
         wide = own.values.shape
-        if own.values.size not in (1, shape[place]) or len(wide) > 2 or (own.values.size > 1 and wide[-1] == 1):
+        if len(wide) > 2 or (own.values.size > 1 and wide[-1] == 1):
             raise Unrelated("its bias is no vector")
         bias = (own * beta).apply(lambda array: array.reshape(-1))
     read = (1, -1) if place == 0 else (-1, 1)
@@ -628,7 +619,7 @@ def matmul(node: Reading) -> Placed:
 def einsum(node: Reading) -> Placed:
     """One value and one constant, by the letters of their axes."""
     place = 0 if node.forms[0] is None else 1
-    if len(node.node.inputs) != 2 or (node.forms[place] is not None):
+    if node.forms[place] is not None:
         raise Unrelated("Einsum of other than one value and one constant")
     stored = node.stored(place)
     shape = stored.shape
@@ -663,15 +654,13 @@ def _letters(equation: str, ranks: tuple[int, int]) -> list[str]:
     """Return a letter for each axis of both operands and of the result."""
     terms, arrow, made = equation.replace(" ", "").partition("->")
     parts = terms.split(",")
-    if len(parts) != 2 or not arrow:
+    if not arrow:
         raise Unrelated("its equation has another form")
     spare = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=True)]
-    if any(count not in range(11 if "..." in part else 1) for count, part in zip(spare, parts, strict=True)):
-        raise Unrelated("its equation has another form")
-    batch = "0123456789"
+    batch = "".join(map(chr, range(64)))  # as many as a tensor may have axes, and more
     counts = (*spare, max(spare))
-    letters = [part.replace("...", batch[10 - n :]) for part, n in zip((*parts, made), counts, strict=True)]
-    if any(len(set(each)) != len(each) for each in letters) or not set(letters[2]) <= {*letters[0], *letters[1]}:
+    letters = [part.replace("...", batch[64 - n :]) for part, n in zip((*parts, made), counts, strict=True)]
+    if any(len(set(each)) != len(each) for each in letters):
         raise Unrelated("its equation takes a diagonal")
     return letters
 
@@ -686,8 +675,7 @@ def deformable(node: Reading) -> Placed:
     stored = node.stored(place)
     shape = stored.shape
     group = get_int(node.node, "groups" if "groups" in node.node.attributes else "group", 1)
-    if len(shape) != 4 or group < 1 or shape[0] % group:
-        raise Unrelated("its weight has another shape")
+    axis = 1 - len(shape)
     view = (group, shape[0] // group, shape[1], math.prod(shape[2:]))
     bias = ZERO
     if bias_place is not None and node.has(bias_place):
@@ -695,8 +683,8 @@ def deformable(node: Reading) -> Placed:
         if bias.values.shape != shape[:1]:
             raise Unrelated("its bias has another shape")
         bias = bias.apply(lambda array: array.reshape(view[:2]))
-    scales, offset = node.on_axis(node.data(0), -3, group * shape[1], lambda array: array.reshape(group, 1, -1, 1))
-    return Placed(Linear(stored, view, (0, 1), scales, offset, bias, True), (-3,), flat=True)
+    scales, offset = node.on_axis(node.data(0), axis, group * shape[1], lambda array: array.reshape(group, 1, -1, 1))
+    return Placed(Linear(stored, view, (0, 1), scales, offset, bias, True), (axis,), flat=True)
 
 
 LINEAR: dict[str, Callable[[Reading], Placed]] = {

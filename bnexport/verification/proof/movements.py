@@ -65,10 +65,7 @@ def _sliced(node: Reading) -> Move:
             size = wide.shape[axis]
             if size != 1:
                 last = None if step < 0 and end < -size else end
-                chosen = range(size)[slice(start, last, step)]
-                if not chosen:
-                    raise Unrelated("it takes no channel")
-                wide = np.take(wide, chosen, axis)
+                wide = wide[tuple([slice(None)] * axis + [slice(start, last, step)])]
         return [wide]
 
     return move
@@ -86,7 +83,7 @@ def _split(node: Reading) -> Move:
             return [wide] * parts
         part = math.ceil(size / parts)
         own = sizes or tuple(min(part, size - start) for start in range(0, size, part))
-        if sum(own) != size or len(own) != parts or (sizes is None and node.has(1)):
+        if sizes is None and node.has(1):
             raise Unrelated("the sizes of its parts are not known")
         return np.split(wide, np.cumsum(own)[:-1], axis)
 
@@ -114,16 +111,12 @@ def _taken(node: Reading) -> Move:
     """Gather."""
     rank, indices = node.known_rank(), node.known_rank(1)
     axis = get_int(node.node, "axis", 0) % rank
-    chosen = node.ints(1)
 
     def move(array: np.ndarray) -> list[np.ndarray]:
         wide = with_rank(array, rank)
         if wide.shape[axis] == 1:
             return [wide.reshape(*wide.shape[:axis], *[1] * indices, *wide.shape[axis + 1 :])]
-        if chosen is None or not chosen:
-            raise Unrelated("the channels that it takes are not known")
-        taken = np.take(wide, chosen, axis)
-        return [taken.reshape(*wide.shape[:axis], *node.constant(1).shape, *wide.shape[axis + 1 :])]
+        return [np.take(wide, node.constant(1), axis)]
 
     return move
 
@@ -156,7 +149,7 @@ def fills_with_zeros(node: Reading) -> bool:
         return False
     value = node.node.attributes.get("value")
     filled = np.any(node.constant(2)) if node.has(2) else value is not None and bool(value.as_float())
-    if mode != "constant" or filled:
+    if filled:
         raise Unrelated("it puts in other numbers than 0")
     return True
 
@@ -223,7 +216,7 @@ def _product(sizes: Sequence[object]) -> tuple[int, list[str]]:
     return math.prod(numbers), sorted(repr(size) for size in sizes if not isinstance(size, int))
 
 
-def _known(sizes: Sequence[object]) -> list[int]:
+def known_sizes(sizes: Sequence[object]) -> list[int]:
     """Return sizes that are numbers. Raises Unrelated."""
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) < len(sizes):
@@ -241,10 +234,10 @@ def _regroup(array: np.ndarray, before: Shape, groups: Sequence[tuple[range, ran
         elif len(read) == 1 and len(made) == 1:
             shape += sizes
         else:
-            wanted = _known([before[axis] for axis in read])
+            wanted = known_sizes([before[axis] for axis in read])
             for axis, known in zip(read, wanted, strict=True):
                 full[axis] = known
-            shape += [math.prod(wanted)] if len(made) == 1 else _known([after[axis] for axis in made])
+            shape += [math.prod(wanted)] if len(made) == 1 else known_sizes([after[axis] for axis in made])
     return np.broadcast_to(array, full).reshape(shape)
 
 
@@ -307,15 +300,13 @@ def _joined(parts: Sequence[Numbers], sizes: Sequence[object], axis: int, rank: 
     if all(part.shape == () or part.shape[axis] == 1 for part in wides):
         with contextlib.suppress(Unrelated):
             return alike(wides)
-    if not all(isinstance(size, int) for size in sizes):
-        raise Unrelated("the channels of an operand are not known")
-    arrays = []
+    counts, arrays = known_sizes(sizes), []
     for which in ("values", "error"):
         wide = [with_rank(np.asarray(getattr(part, which)), rank) for part in parts]
         others = np.broadcast_shapes(*(each.shape[:axis] + (1,) + each.shape[axis + 1 :] for each in wide))
         full = [
-            np.broadcast_to(each, (*others[:axis], size, *others[axis + 1 :]))  # type: ignore[arg-type]
-            for each, size in zip(wide, sizes, strict=True)
+            np.broadcast_to(each, (*others[:axis], size, *others[axis + 1 :]))
+            for each, size in zip(wide, counts, strict=True)
         ]
         arrays.append(np.concatenate(full, axis))
     return Numbers(*arrays)

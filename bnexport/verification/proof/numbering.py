@@ -317,7 +317,8 @@ def same_tensor(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
         return True
     if first.dtype != second.dtype or first.shape.numpy() != second.shape.numpy():
         return False
-    if _same_place(first, second):
+    place = _place(first)
+    if place is not None and place == _place(second):
         return True
     if first.dtype is ir.DataType.STRING:
         return bool(np.array_equal(first.numpy(), second.numpy()))
@@ -348,13 +349,9 @@ def pieces(rows: int, row: int) -> Iterator[int]:
         yield min(step, rows - start)
 
 
-def _same_place(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
-    return (
-        isinstance(first, ContainedTensor)
-        and isinstance(second, ContainedTensor)
-        and first.file == second.file
-        and first.offset == second.offset
-    )
+def _place(tensor: ir.TensorProtocol) -> tuple[object, int | None] | None:
+    """Return the file that holds a tensor, and where; None for one in memory."""
+    return (tensor.file, tensor.offset) if isinstance(tensor, ContainedTensor) else None
 
 
 # Operators whose schemas describe these defaults in words alone: 1 and 0 along each axis.

@@ -293,3 +293,18 @@ def test_a_factor_passes_a_divisor_as_its_inverse(factor: float, status: str) ->
     moved = model(text.format("y = Div (z, u)"))
     moved = with_arrays(moved, {"v": array_of(moved, "v") * np.float32(factor)})
     assert verify(source, moved, method="local").status == status
+
+
+def test_weights_in_files_are_told_apart_by_file_and_place(tmp_path: Path) -> None:
+    w, v = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
+    text = "g (float[N,64] x) => (float[N,64] y, float[N,64] z) { y = MatMul (x, w)\n z = MatMul (y, v) }"
+    for name, values in (("one", {"w": w, "v": v}), ("two", {"w": v, "v": w})):
+        proto = model(text, values=values)
+        onnx.save(
+            proto, tmp_path / f"{name}.onnx", save_as_external_data=True, location=f"{name}.data", size_threshold=0
+        )
+    proto = onnx.load(tmp_path / "one.onnx", load_external_data=False)
+    proto.graph.node[0].input[1] = "v"
+    onnx.save(proto, tmp_path / "v.onnx")
+    for name in ("two", "v"):
+        assert not verify(tmp_path / "one.onnx", tmp_path / f"{name}.onnx", method="local").passed
