@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def test_every_pair_has_a_row(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(manifest.subprocess, "run", lambda command, **_: ran.append(command) or warm.run(*command[1:]))
+    warmed = types.SimpleNamespace(run=lambda command, **_: ran.append(command) or warm.run(*command[1:]))
+    monkeypatch.setattr(manifest, "subprocess", warmed)
     Path("pairs.txt").write_text(
         "# ours\na.onnx wrong.onnx\n\na.onnx b.onnx -i x:x.npy  # right\na.onnx broken.onnx\na.onnx c.onnx\n"
     )

@@ -68,7 +68,7 @@ class Plugin:
             return False
         assert Path(bnexport.__file__).is_relative_to(self.folder), "the tests run with another bnexport"
         self.items = session.items
-        os.environ["BNEXPORT_WARM"] = warm.address()  # one server for all
+        os.environ["BNEXPORT_WARM"] = warm.executable()  # one server for all
         reached = self.reached()
         self.lines, self.seconds = reached["lines"], reached["seconds"]
         print(f"{len(self.items)} tests, {sum(self.seconds.values()):.0f} s; failed: {reached['failed']}", flush=True)

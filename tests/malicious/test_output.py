@@ -33,22 +33,22 @@ BODY = "g (float[N,64,H,W] x) => (float[N,{0},A,B] y) {{ z = Conv (x, w:{0}.64.3
 # Each writes its target over and over, once it has said that it is ready: the same fold, inside and outside in turn, and
 # checkpoints that are full of their own number.
 FOLDS = """
-import sys
+import os, sys
 from bnexport.cli.output import write_whole
 from bnexport.errors import UsageError
 from bnexport.folding import fold
-print("ready", flush=True)
+print(os.getpid(), flush=True)
 for turn in range(10**9):
     fold(sys.argv[2], sys.argv[1], verify=False, external_data=bool(turn % 2), overwrite=True)
 """
 CHECKPOINTS = """
-import sys
+import os, sys
 import numpy as np
 from bnexport.training.state import save_state
 for turn in range(10**9):
     save_state({name: np.full((64, 4096), turn, np.float32) for name in "abcd"}, sys.argv[1])
     if not turn:
-        print("ready", flush=True)
+        print(os.getpid(), flush=True)
 """
 
 
@@ -74,11 +74,10 @@ def killed(code: str, most: float, *arguments: Path) -> Iterator[None]:
     for _ in range(_KILLS):
         process = warm.start("-c", code, *arguments, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+        program = int(process.stdout.readline())
         time.sleep(generator.uniform(0.0, most))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        os.kill(program, signal.SIGKILL)
+        process.communicate()
         yield
 
 

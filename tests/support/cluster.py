@@ -5,8 +5,6 @@ processes, with the group of those processes, and returns the results in rank or
 raises yields its exception as a `Raised`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import os
@@ -43,7 +41,7 @@ class Raised:
     trace: str
 
 
-def _start(function: Callable[..., None], *arguments: Any) -> tuple[Connection, warm.Process]:
+def _start(function: Callable[..., None], *arguments: Any) -> tuple[Connection, subprocess.Popen[Any]]:
     """Call `function(pipe, *arguments)` in a process of its own; the other end of the pipe, and the process."""
     ours, theirs = Pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -134,7 +132,7 @@ class Cluster:
             _end(process)
 
 
-def _end(process: warm.Process) -> None:
+def _end(process: subprocess.Popen[Any]) -> None:
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
