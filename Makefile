@@ -112,10 +112,9 @@ test-slow: $(READY) ## every slow test (an hour; needs a package index)
 	$(PYTEST) -m slow
 
 TIME ?= 600
-fuzz: $(READY) ## mutated models, nodes and C++ adapters for TIME seconds (600), then 24,000 random nodes; fails on a finding
+fuzz: $(READY) ## mutated models for TIME seconds (600), then 24,000 random nodes under sanitizers; fails on a finding
 	$(BIN)/python -m tests.fuzz --time $(TIME)
-	$(TOOLS) tests/cpp/fuzz.sh $$(($(TIME) / 10))
-	BNEXPORT_FUZZ_CASES=24000 $(BIN)/python -m pytest tests/custom_ops/test_fuzz.py
+	$(TOOLS) tests/cpp/fuzz.sh 24000
 
 sanitize: ## C++ unit tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 	tests/cpp/sanitize.sh

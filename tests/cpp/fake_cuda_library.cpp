@@ -1,15 +1,14 @@
-// A stand-in for the CUDA library whose device is the host: the CPU kernels behind the same functions.
+// A stand-in for the CUDA library whose device is the host, with simple formulas behind the same functions.
 //
 // Without a stream, work runs at once; on a FakeQueue it runs when the test says so, in two steps: one that uses
-// the workspace, one that relies on it. Every call checks that the stream's device is the current one. A count
-// tells who waits for the device.
+// the workspace, one that relies on it, and gives NaN where another call has used it in between. Every call checks that
+// the stream's device is the current one. A count tells who waits for the device.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
 
-#include "../../custom_ops/kernels/common/statistics.h"
 #include "bnexport_cuda.h"
 #include "fake_streams.h"
 
@@ -41,11 +40,9 @@ const char* wrong_place(void* stream) {
   return here ? nullptr : "enqueued on a stream of another device than the current one";
 }
 
-// The two steps of a kernel call: `run` works when the workspace still holds what the first step wrote,
-// `spoil` stands for the result when it does not.
-template <class Run, class Spoil>
-int two_steps(void* workspace, size_t bytes, void* stream, char* error, size_t capacity, const Run& run,
-              const Spoil& spoil) {
+// The two steps of a call; run(unit) writes multiples of `unit`: 1, or NaN.
+template <class Run>
+int two_steps(void* workspace, size_t bytes, void* stream, char* error, size_t capacity, const Run& run) {
   if (bytes != kWorkspace) return fail("workspace", error, capacity);
   if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
   const int64_t token = next_token++;
@@ -53,61 +50,27 @@ int two_steps(void* workspace, size_t bytes, void* stream, char* error, size_t c
     std::memset(workspace, 0xff, bytes);
     std::memcpy(workspace, &token, sizeof(token));
   });
-  int code = 0;
-  const auto second = [=](char* text, size_t size) {
+  on(stream, [=] {
     int64_t found = 0;
     std::memcpy(&found, workspace, sizeof(found));
-    if (found != token) {
-      spoil();
-      return 0;
-    }
-    return run(text, size);
-  };
-  if (stream == nullptr) {
-    code = second(error, capacity);
-  } else {
-    on(stream, [=] { second(nullptr, 0); });
-  }
-  return code;
+    run(found == token ? 1.0 : std::numeric_limits<double>::quiet_NaN());
+  });
+  return 0;
 }
 
-void spoil_numbers(double* numbers, int64_t count) {
-  for (int64_t i = 0; numbers != nullptr && i < count; ++i) numbers[i] = std::numeric_limits<double>::quiet_NaN();
+// Statistics as the adapters ask for them, in the statistics' type; nothing where they are absent.
+void put(void* to, int64_t c, double value) {
+  if (to != nullptr) static_cast<float*>(to)[c] = static_cast<float>(value);
 }
-void spoil_data(void* data, int32_t dtype, int64_t count) {
-  const int64_t size = dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2;
-  if (data != nullptr) std::memset(data, 0xff, static_cast<size_t>(size * count));
-}
+double get(const void* from, int64_t i) { return static_cast<double>(static_cast<const float*>(from)[i]); }
 
-// The CPU kernels know saved statistics in double alone.
-int run_forward(bnexport_forward p, char* error, size_t capacity) {
-  void* const to[2] = {p.saved_mean, p.saved_invstd};
-  std::vector<double> saved(static_cast<size_t>(2 * p.C));
-  if (p.saved_as_statistics != 0) {
-    p.saved_mean = saved.data();
-    p.saved_invstd = saved.data() + p.C;
-  }
-  const bool narrow = p.saved_as_statistics != 0;
-  p.saved_as_statistics = 0;
-  const int code = bnexport_cpu_forward(&p, error, capacity);
-  for (int64_t i = 0; narrow && i < 2 * p.C; ++i) {
-    bnexport::store_statistic(to[i / p.C], p.stats_dtype, i % p.C, saved[static_cast<size_t>(i)]);
-  }
-  return code;
+// A row of moments is made of the first values; what is made of rows, of the last process's.
+void fill_row(const void* x, int64_t C, double* row, double unit) {
+  for (int64_t i = 0; i < 2 * C + 1; ++i) row[i] = unit * get(x, i % C);
 }
-template <class Run>
-int run_backward(bnexport_backward p, const Run& run) {
-  std::vector<double> saved(static_cast<size_t>(2 * p.C));
-  const void* const from[2] = {p.saved_mean, p.saved_invstd};
-  if (p.saved_as_statistics != 0) {
-    for (int64_t i = 0; i < 2 * p.C; ++i) {
-      saved[static_cast<size_t>(i)] = bnexport::load_statistic(from[i / p.C], p.stats_dtype, i % p.C, 0);
-    }
-    p.saved_mean = saved.data();
-    p.saved_invstd = saved.data() + p.C;
-    p.saved_as_statistics = 0;
-  }
-  return run(p);
+template <class Params>
+double moment(const Params& p, int64_t c) {
+  return p.gathered == nullptr ? get(p.x, c) : p.gathered[(p.group_size - 1) * (2 * p.C + 1) + c];
 }
 
 }  // namespace
@@ -145,40 +108,36 @@ int bnexport_cuda_backward_workspace(const bnexport_backward*, size_t* bytes, ch
 }
 int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void* stream,
                           char* error, size_t capacity) {
-  bnexport_forward p = *params;
-  p.saved_as_statistics = 0;  // none are written
-  return two_steps(
-      workspace, bytes, stream, error, capacity,
-      [=](char* text, size_t size) { return bnexport_cpu_moments(&p, row, text, size); },
-      [=] { spoil_numbers(row, 2 * p.C + 1); });
+  const bnexport_forward p = *params;
+  return two_steps(workspace, bytes, stream, error, capacity, [=](double unit) { fill_row(p.x, p.C, row, unit); });
 }
 int bnexport_cuda_forward(const bnexport_forward* params, void* workspace, size_t bytes, void* stream, char* error,
                           size_t capacity) {
   const bnexport_forward p = *params;
-  return two_steps(
-      workspace, bytes, stream, error, capacity, [=](char* text, size_t size) { return run_forward(p, text, size); },
-      [=] { spoil_data(p.y, p.dtype, p.N * p.C * p.S); });
+  return two_steps(workspace, bytes, stream, error, capacity, [=](double unit) {
+    for (int64_t c = 0; c < p.C; ++c) {
+      for (void* to : {p.running_mean_out, p.running_var_out, static_cast<void*>(p.saved_mean)})
+        put(to, c, unit * moment(p, c));
+      put(p.saved_invstd, c, 2 * unit * moment(p, c));
+    }
+    for (int64_t i = 0; i < p.N * p.C * p.S; ++i) put(p.y, i, unit * (get(p.x, i) + moment(p, i % p.C)));
+  });
 }
 int bnexport_cuda_backward_moments(const bnexport_backward* params, double* row, void* workspace, size_t bytes,
                                    void* stream, char* error, size_t capacity) {
   const bnexport_backward p = *params;
-  return two_steps(
-      workspace, bytes, stream, error, capacity,
-      [=](char* text, size_t size) {
-        return run_backward(
-            p, [&](const bnexport_backward& q) { return bnexport_cpu_backward_moments(&q, row, text, size); });
-      },
-      [=] { spoil_numbers(row, 2 * p.C + 1); });
+  return two_steps(workspace, bytes, stream, error, capacity, [=](double unit) { fill_row(p.x, p.C, row, unit); });
 }
 int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, size_t bytes, void* stream, char* error,
                            size_t capacity) {
   const bnexport_backward p = *params;
-  return two_steps(
-      workspace, bytes, stream, error, capacity,
-      [=](char* text, size_t size) {
-        return run_backward(p, [&](const bnexport_backward& q) { return bnexport_cpu_backward(&q, text, size); });
-      },
-      [=] { spoil_data(p.dx, p.dtype, p.N * p.C * p.S); });
+  return two_steps(workspace, bytes, stream, error, capacity, [=](double unit) {
+    for (int64_t c = 0; c < p.C; ++c) {
+      put(p.dweight, c, unit * moment(p, c));
+      put(p.dbias, c, 2 * unit * moment(p, c));
+    }
+    for (int64_t i = 0; i < p.N * p.C * p.S; ++i) put(p.dx, i, unit * (get(p.dy, i) + get(p.x, i)));
+  });
 }
 int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t, void* stream, char* error, size_t capacity) {
   if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);

@@ -22,14 +22,9 @@ extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const or
 
 namespace fake_ort {
 
-constexpr int64_t kMostElements = 1 << 14;
-
-// The number of elements; -1 where ONNX Runtime could not have made the tensor.
 inline int64_t elements(const std::vector<int64_t>& shape) {
   int64_t product = 1;
-  for (const int64_t size : shape) {
-    if (size < 0 || __builtin_mul_overflow(product, size, &product)) return -1;
-  }
+  for (const int64_t size : shape) product *= size;
   return product;
 }
 
@@ -88,11 +83,8 @@ class Arena {
   std::vector<Piece> pieces_;
 };
 struct Attribute {
-  int kind = 0;  // 0 absent, 1 float, 2 integer, 3 text, 4 integers, 5 another type
-  float number = 0;
+  std::string text;  // or a number
   int64_t integer = 0;
-  std::string text;
-  std::vector<int64_t> integers;
 };
 struct Node {
   std::string name;
@@ -108,28 +100,32 @@ struct Node {
 
 inline ort::Status* status(const std::string& text) { return reinterpret_cast<ort::Status*>(new Message{text}); }
 
-inline int64_t width(ort::ElementType type) { return type == ort::kDouble ? 8 : type == ort::kFloat ? 4 : 2; }
-
 inline const Attribute* find(const ort::KernelInfo* info, const char* name) {
   for (const auto& [known, value] : reinterpret_cast<const Node*>(info)->attributes) {
-    if (known == name) return value.kind == 0 ? nullptr : &value;
+    if (known == name) return &value;
   }
   return nullptr;
 }
 
-inline ort::Status* wrong(const char* name) { return status(std::string("Attribute is not of this type: ") + name); }
 inline ort::Status* missing(const char* name) { return status(std::string("there is nothing called ") + name); }
 
 inline ort::Status* copy_text(const std::string& text, char* out, size_t* size) {
   const size_t needed = text.size() + 1;
-  if (out == nullptr) {
-    *size = needed;
-    return nullptr;
-  }
-  if (*size < needed) return status("the buffer is too small");
-  std::memcpy(out, text.c_str(), needed);
+  if (out != nullptr && *size < needed) return status("the buffer is too small");
+  if (out != nullptr) std::memcpy(out, text.c_str(), needed);
   *size = needed;
   return nullptr;
+}
+
+// What most functions do: give a value, and no error.
+template <class Value, class Given>
+ort::Status* give(Value* out, Given value) {
+  *out = value;
+  return nullptr;
+}
+template <class To, class From>
+To* as(From* from) {
+  return reinterpret_cast<To*>(from);
 }
 
 inline std::vector<const ort::CustomOp*>& registered() {
@@ -147,176 +143,77 @@ inline void unused() {
   std::abort();
 }
 
+using Status = ort::Status*;
+using Info = const ort::KernelInfo*;
 using Context = const ort::KernelContext*;
-inline const Node& node_of(Context context) { return *reinterpret_cast<const Node*>(context); }
+inline const Node& node_of(Context context) { return *as<const Node>(context); }
+
+inline Status make_output(ort::KernelContext* context, size_t index, const int64_t* sizes, size_t rank,
+                          ort::Value** out) {
+  Node& node = *as<Node>(context);
+  *out = nullptr;
+  if (!node.outputs.at(index)) return nullptr;
+  auto tensor = std::make_unique<Tensor>();
+  tensor->shape.assign(sizes, sizes + rank);
+  if (node.fails) return status("cannot allocate an output");
+  const auto bytes = static_cast<size_t>(elements(tensor->shape)) * sizeof(float);
+  tensor->data = std::make_unique<unsigned char[]>(bytes);
+  std::memset(tensor->data.get(), 0xff, bytes);
+  node.made[index] = std::move(tensor);
+  return give(out, as<ort::Value>(node.made[index].get()));
+}
+
+inline Status scratch(Context context, const ort::MemoryInfo*, size_t bytes, void** out) {
+  if (node_of(context).stream == nullptr) std::abort();  // ONNX Runtime reads it without a check
+  return give(out, node_of(context).arena->allocate(bytes, node_of(context).stream));
+}
+
+inline Status parallel_for(Context, void (*task)(void*, size_t), size_t count, size_t, void* data) {
+  for (size_t i = 0; i < count; ++i) task(data, i);
+  return nullptr;
+}
 
 inline ort::Api table() {
   static const std::vector<void*> made = [] {
     std::vector<void*> t(400, reinterpret_cast<void*>(unused));
+    // clang-format off
     put(t, ort::CreateStatus(), +[](ort::ErrorCode, const char* text) { return status(text); });
-    put(
-        t, ort::GetErrorMessage(),
-        +[](const ort::Status* s) { return reinterpret_cast<const Message*>(s)->text.c_str(); });
-    put(t, ort::ReleaseStatus(), +[](ort::Status* s) { delete reinterpret_cast<Message*>(s); });
-    put(
-        t, ort::CreateCustomOpDomain(), +[](const char*, ort::CustomOpDomain** out) -> ort::Status* {
-          *out = reinterpret_cast<ort::CustomOpDomain*>(new int);
-          return nullptr;
-        });
-    put(
-        t, ort::CustomOpDomainAdd(), +[](ort::CustomOpDomain*, const ort::CustomOp* op) -> ort::Status* {
-          registered().push_back(op);
-          return nullptr;
-        });
-    put(
-        t, ort::AddCustomOpDomain(),
-        +[](ort::SessionOptions*, ort::CustomOpDomain*) -> ort::Status* { return nullptr; });
-    put(
-        t, ort::AttributeFloat(), +[](const ort::KernelInfo* info, const char* name, float* out) -> ort::Status* {
-          const Attribute* found = find(info, name);
-          if (found == nullptr) return missing(name);
-          if (found->kind != 1) return wrong(name);
-          *out = found->number;
-          return nullptr;
-        });
-    put(
-        t, ort::AttributeInt(), +[](const ort::KernelInfo* info, const char* name, int64_t* out) -> ort::Status* {
-          const Attribute* found = find(info, name);
-          if (found == nullptr) return missing(name);
-          if (found->kind != 2) return wrong(name);
-          *out = found->integer;
-          return nullptr;
-        });
-    put(
-        t, ort::AttributeString(), +[](const ort::KernelInfo* info, const char* name, char* out, size_t* size) {
-          const Attribute* found = find(info, name);
-          if (found == nullptr) return missing(name);
-          return found->kind != 3 ? wrong(name) : copy_text(found->text, out, size);
-        });
-    put(
-        t, ort::AttributeInts(), +[](const ort::KernelInfo* info, const char* name, int64_t* out, size_t* size) {
-          const Attribute* found = find(info, name);
-          if (found == nullptr) return missing(name);
-          // ONNX Runtime gives an empty list for a value of another type.
-          const std::vector<int64_t> none, &values = found->kind == 4 ? found->integers : none;
-          if (out != nullptr) std::copy_n(values.begin(), std::min(*size, values.size()), out);
-          *size = values.size();
-          return static_cast<ort::Status*>(nullptr);
-        });
-    put(
-        t, ort::InfoNodeName(), +[](const ort::KernelInfo* info, char* out, size_t* size) {
-          return copy_text(reinterpret_cast<const Node*>(info)->name, out, size);
-        });
-    put(
-        t, ort::ContextInputCount(), +[](Context context, size_t* out) -> ort::Status* {
-          *out = node_of(context).inputs.size();
-          return nullptr;
-        });
-    put(
-        t, ort::ContextOutputCount(), +[](Context context, size_t* out) -> ort::Status* {
-          *out = node_of(context).outputs.size();
-          return nullptr;
-        });
-    put(
-        t, ort::ContextInput(), +[](Context context, size_t index, const ort::Value** out) -> ort::Status* {
-          *out = reinterpret_cast<const ort::Value*>(node_of(context).inputs.at(index).get());
-          return nullptr;
-        });
-    put(
-        t, ort::ContextOutput(),
-        +[](ort::KernelContext* context, size_t index, const int64_t* sizes, size_t rank,
-            ort::Value** out) -> ort::Status* {
-          Node& node = *reinterpret_cast<Node*>(context);
-          *out = nullptr;
-          if (!node.outputs.at(index)) return nullptr;
-          auto tensor = std::make_unique<Tensor>();
-          tensor->shape.assign(sizes, sizes + rank);
-          const int64_t count = elements(tensor->shape);
-          if (node.fails || count < 0 || count > kMostElements) return status("cannot allocate an output");
-          const int64_t bytes = count * width(node.op->output_type(node.op, index));
-          if (bytes > 0) {
-            tensor->data = std::make_unique<unsigned char[]>(static_cast<size_t>(bytes));
-            std::memset(tensor->data.get(), 0xff, static_cast<size_t>(bytes));
-          }
-          node.made[index] = std::move(tensor);
-          *out = reinterpret_cast<ort::Value*>(node.made[index].get());
-          return nullptr;
-        });
-    put(
-        t, ort::GetTensorTypeAndShape(), +[](const ort::Value* value, ort::TensorInfo** out) -> ort::Status* {
-          *out = reinterpret_cast<ort::TensorInfo*>(new Shape{reinterpret_cast<const Tensor*>(value)->shape});
-          return nullptr;
-        });
-    put(
-        t, ort::GetDimensionsCount(), +[](const ort::TensorInfo* info, size_t* out) -> ort::Status* {
-          *out = reinterpret_cast<const Shape*>(info)->sizes.size();
-          return nullptr;
-        });
-    put(
-        t, ort::GetDimensions(), +[](const ort::TensorInfo* info, int64_t* out, size_t count) -> ort::Status* {
-          const std::vector<int64_t>& sizes = reinterpret_cast<const Shape*>(info)->sizes;
-          std::copy_n(sizes.begin(), std::min(count, sizes.size()), out);
-          return nullptr;
-        });
-    put(t, ort::ReleaseTensorInfo(), +[](ort::TensorInfo* info) { delete reinterpret_cast<Shape*>(info); });
-    put(
-        t, ort::GetTensorMutableData(), +[](ort::Value* value, void** out) -> ort::Status* {
-          *out = reinterpret_cast<Tensor*>(value)->data.get();
-          return nullptr;
-        });
-    put(
-        t, ort::GetTensorMemoryInfo(), +[](const ort::Value* value, const ort::MemoryInfo** out) -> ort::Status* {
-          if (value == nullptr) std::abort();
-          *out = reinterpret_cast<const ort::MemoryInfo*>(&reinterpret_cast<const Tensor*>(value)->memory);
-          return nullptr;
-        });
-    put(
-        t, ort::MemoryInfoId(), +[](const ort::MemoryInfo* info, int* out) -> ort::Status* {
-          *out = reinterpret_cast<const MemoryInfo*>(info)->device;
-          return nullptr;
-        });
-    put(
-        t, ort::ContextStream(), +[](Context context, void** out) -> ort::Status* {
-          *out = node_of(context).stream;
-          return nullptr;
-        });
-    put(
-        t, ort::ContextAllocator(), +[](Context context, const ort::MemoryInfo*, ort::Allocator** out) -> ort::Status* {
-          *out = reinterpret_cast<ort::Allocator*>(node_of(context).arena);
-          return nullptr;
-        });
-    put(
-        t, ort::ContextScratch(),
-        +[](Context context, const ort::MemoryInfo*, size_t bytes, void** out) -> ort::Status* {
-          const Node& node = node_of(context);
-          if (node.stream == nullptr) std::abort();  // ONNX Runtime reads it without a check
-          *out = node.arena->allocate(bytes, node.stream);
-          return nullptr;
-        });
-    put(
-        t, ort::AllocatorAlloc(), +[](ort::Allocator* arena, size_t bytes, void** out) -> ort::Status* {
-          // Without an arena each piece is a block of its own, for sanitizers.
-          *out = bytes > (size_t{1} << 28) ? nullptr
-                 : arena == nullptr        ? std::malloc(bytes)
-                                           : reinterpret_cast<Arena*>(arena)->allocate(bytes, nullptr);
-          return nullptr;
-        });
-    put(
-        t, ort::AllocatorFree(), +[](ort::Allocator* arena, void* piece) -> ort::Status* {
-          if (arena == nullptr) {
-            std::free(piece);
-          } else {
-            reinterpret_cast<Arena*>(arena)->release(piece);
-          }
-          return nullptr;
-        });
+    put(t, ort::GetErrorMessage(), +[](const ort::Status* s) { return as<const Message>(s)->text.c_str(); });
+    put(t, ort::ReleaseStatus(), +[](Status s) { delete as<Message>(s); });
+    put(t, ort::CreateCustomOpDomain(), +[](const char*, ort::CustomOpDomain** out) { return give(out, as<ort::CustomOpDomain>(new int)); });
+    put(t, ort::CustomOpDomainAdd(), +[](ort::CustomOpDomain*, const ort::CustomOp* op) { registered().push_back(op); return Status(); });
+    put(t, ort::AddCustomOpDomain(), +[](ort::SessionOptions*, ort::CustomOpDomain*) { return Status(); });
+    put(t, ort::AttributeFloat(), +[](Info, const char* name, float*) { return missing(name); });
+    put(t, ort::AttributeInt(), +[](Info info, const char* name, int64_t* out) {
+      const Attribute* found = find(info, name);
+      return found == nullptr || !found->text.empty() ? missing(name) : give(out, found->integer); });
+    put(t, ort::AttributeString(), +[](Info info, const char* name, char* out, size_t* size) {
+      return find(info, name) == nullptr ? missing(name) : copy_text(find(info, name)->text, out, size); });
+    put(t, ort::InfoNodeName(), +[](Info info, char* out, size_t* size) { return copy_text(as<const Node>(info)->name, out, size); });
+    put(t, ort::ContextInputCount(), +[](Context context, size_t* out) { return give(out, node_of(context).inputs.size()); });
+    put(t, ort::ContextOutputCount(), +[](Context context, size_t* out) { return give(out, node_of(context).outputs.size()); });
+    put(t, ort::ContextInput(), +[](Context context, size_t index, const ort::Value** out) {
+      return give(out, as<const ort::Value>(node_of(context).inputs.at(index).get())); });
+    put(t, ort::ContextOutput(), make_output);
+    put(t, ort::GetTensorTypeAndShape(), +[](const ort::Value* value, ort::TensorInfo** out) {
+      return give(out, as<ort::TensorInfo>(new Shape{as<const Tensor>(value)->shape})); });
+    put(t, ort::GetDimensionsCount(), +[](const ort::TensorInfo* info, size_t* out) { return give(out, as<const Shape>(info)->sizes.size()); });
+    put(t, ort::GetDimensions(), +[](const ort::TensorInfo* info, int64_t* out, size_t count) {
+      std::copy_n(as<const Shape>(info)->sizes.begin(), count, out); return Status(); });
+    put(t, ort::ReleaseTensorInfo(), +[](ort::TensorInfo* info) { delete as<Shape>(info); });
+    put(t, ort::GetTensorMutableData(), +[](ort::Value* value, void** out) { return give(out, as<Tensor>(value)->data.get()); });
+    put(t, ort::GetTensorMemoryInfo(), +[](const ort::Value* value, const ort::MemoryInfo** out) {
+      return give(out, as<const ort::MemoryInfo>(&as<const Tensor>(value)->memory)); });
+    put(t, ort::MemoryInfoId(), +[](const ort::MemoryInfo* info, int* out) { return give(out, as<const MemoryInfo>(info)->device); });
+    put(t, ort::ContextStream(), +[](Context context, void** out) { return give(out, node_of(context).stream); });
+    put(t, ort::ContextAllocator(), +[](Context context, const ort::MemoryInfo*, ort::Allocator** out) {
+      return give(out, as<ort::Allocator>(node_of(context).arena)); });
+    put(t, ort::ContextScratch(), scratch);
+    put(t, ort::AllocatorAlloc(), +[](ort::Allocator* arena, size_t bytes, void** out) { return give(out, as<Arena>(arena)->allocate(bytes, nullptr)); });
+    put(t, ort::AllocatorFree(), +[](ort::Allocator* arena, void* piece) { as<Arena>(arena)->release(piece); return Status(); });
     put(t, ort::ReleaseAllocator(), +[](ort::Allocator*) {});
-    put(
-        t, ort::ParallelFor(),
-        +[](Context, void (*task)(void*, size_t), size_t count, size_t, void* data) -> ort::Status* {
-          for (size_t i = 0; i < count; ++i) task(data, i);
-          return nullptr;
-        });
+    put(t, ort::ParallelFor(), parallel_for);
+    // clang-format on
     return t;
   }();
   return made.data();

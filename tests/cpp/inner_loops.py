@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 TYPES = ("Float32", "Float16", "BFloat16", "Float64")
@@ -27,7 +27,7 @@ KERNELS = {f"{name}<{dtype}>" for name in BATCH_NORM for dtype in TYPES} | set(T
 ALLOWED = {"baseline": lambda kernel: kernel.endswith("<Float16>") or kernel == "tile"}
 
 JUMP = re.compile(r"(?:j\w+|b|b\.\w+|cbn?z|tbn?z)\s+(?:[wx]\d+,\s*)?(?:#\w+,\s*)?([0-9a-f]+) <")
-NO_FALL_THROUGH = re.compile(r"(?:jmp|b\s|ret|br\s|ud2|brk)")
+ALWAYS = re.compile(r"jmp|b\s")  # back from a block that was moved behind the loop
 ARITHMETIC = re.compile(r"v?(?:add|sub|mul|cmp\w*|fn?m(?:add|sub)\d+)p[sd]\b|f(?:add|sub|mul|mla|mls|cm\w\w)\s+v")
 STACK = re.compile(r"\(%rsp\)|\[(?:sp|x29)[],]")
 FRAME = re.compile(r"\(%rbp\)")
@@ -55,69 +55,19 @@ def functions(listing: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
         yield name, body
 
 
-def components(nodes: Iterable[int], successors: Callable[[int], Iterable[int]]) -> Iterator[set[int]]:
-    """The strongly connected components (Tarjan)."""
-    inside, index, low = set(nodes), {}, {}
-    stack: list[int] = []
-    for root in sorted(inside):
-        if root in index:
-            continue
-        work = [(root, iter(successors(root)))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        while work:
-            node, rest = work[-1]
-            child = next((child for child in rest if child in inside and (child not in index or child in stack)), None)
-            if child is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    at = stack.index(node)
-                    yield set(stack[at:])
-                    del stack[at:]
-            elif child not in index:
-                index[child] = low[child] = len(index)
-                stack.append(child)
-                work.append((child, iter(successors(child))))
-            else:
-                low[node] = min(low[node], index[child])
-
-
 def innermost_loops(body: list[tuple[int, str]]) -> list[list[str]]:
-    """The instructions of each loop that holds no other loop."""
+    """The instructions from the target of each conditional jump backwards to the jump, where no other loop lies inside."""
     position = {address: i for i, (address, _) in enumerate(body)}
-    after: list[list[int]] = []
-    for i, (_, text) in enumerate(body):
-        jump = JUMP.match(text)
-        target = position.get(int(jump[1], 16)) if jump else None
-        falls = not NO_FALL_THROUGH.match(text) and i + 1 < len(body)
-        after.append(([] if target is None else [target]) + ([i + 1] if falls else []))
-    starts = sorted({0} | {t for i, s in enumerate(after) if s != [i + 1] for t in (*s, i + 1) if t < len(body)})
-    last = dict(zip(starts, [*(start - 1 for start in starts[1:]), len(body) - 1], strict=True))
-    before: dict[int, list[int]] = {start: [] for start in starts}
-    for start in starts:
-        for target in after[last[start]]:
-            before[target].append(start)
-    found: list[list[str]] = []
-
-    def search(nodes: Iterable[int], headers: frozenset[int]) -> bool:
-        any_loop = False
-
-        def successors(node: int) -> list[int]:
-            return [target for target in after[last[node]] if target not in headers]
-
-        for loop in list(components(nodes, successors)):
-            if len(loop) == 1 and not loop & set(successors(min(loop))):
-                continue
-            any_loop = True
-            entries = [node for node in sorted(loop) if any(source not in loop for source in before[node])]
-            if not search(loop, headers | {(entries or sorted(loop))[0]}):
-                found.append([body[i][1] for start in sorted(loop) for i in range(start, last[start] + 1)])
-        return any_loop
-
-    search(starts, frozenset())
-    return found
+    jumps = [
+        (position.get(int(jump[1], 16)), i)
+        for i, (_, text) in enumerate(body)
+        if (jump := JUMP.match(text)) and not ALWAYS.match(text)
+    ]
+    loops = sorted(
+        {(first, last) for first, last in jumps if first is not None and first <= last}, key=lambda it: it[1]
+    )
+    inner = [one for one in loops if not any(one[0] <= a and b <= one[1] for a, b in loops if (a, b) != one)]
+    return [[text for _, text in body[first : last + 1]] for first, last in inner]
 
 
 def kernel_of(name: str) -> str | None:

@@ -133,3 +133,32 @@ inline double roundoff(int32_t dtype) {
   return kUnit[dtype];
 }
 inline double statistics_roundoff(int32_t dtype) { return std::min(roundoff(dtype), 0x1p-24); }
+
+// A call for one shape, in train mode: `y` is the output of a forward, the gradient by the input of a backward.
+template <class Params>
+Params params_of(const Shape& shape, int32_t dtype, int32_t layout, Buffer& x, Buffer& y, std::vector<double>& saved,
+                 int threads) {
+  Params p{};
+  p.struct_size = sizeof(p);
+  p.dtype = dtype;
+  p.stats_dtype = BNEXPORT_FLOAT64;
+  p.layout = layout;
+  p.N = shape.N;
+  p.C = shape.C;
+  p.S = shape.S;
+  p.x = x.data();
+  p.saved_mean = saved.data();
+  p.saved_invstd = saved.data() + shape.C;
+  p.training = 1;
+  p.group_size = 1;
+  p.threads = threads;
+  if constexpr (std::is_same_v<Params, bnexport_forward>) {
+    p.y = y.data();
+    p.momentum = 0.25;
+    p.eps = 1e-3;
+  } else {
+    p.dy = x.data();
+    p.dx = y.data();
+  }
+  return p;
+}

@@ -1,10 +1,10 @@
-"""Random nodes, attributes and feeds, valid and invalid: no crash, no hang, no wrong number, no silent acceptance.
+"""Random nodes, attributes and feeds, and random calls of the C API, valid and invalid: no crash, no hang, no wrong number, no
+silent acceptance.
 
-Each case knows on its own whether it must run or fail. BNEXPORT_FUZZ_CASES (default a few hundred) and
-BNEXPORT_FUZZ_SEED choose how many and which; the first line of a failure names the case's seed.
+A case of batch norm knows on its own whether it must run or fail. BNEXPORT_FUZZ_CASES (default a few hundred) and
+BNEXPORT_FUZZ_SEED choose how many and which; the first line of a failure names the case's seed. tests/cpp/fuzz.sh runs this under
+sanitizers, where each tensor is a block of its own.
 """
-
-from __future__ import annotations
 
 import os
 
@@ -13,8 +13,11 @@ import onnxruntime as ort
 import pytest
 
 from bnexport import schema
+from bnexport.errors import UsageError
 from bnexport.native import capi
+from tests.custom_ops.test_bad_input import VALID
 from tests.support import kernel_reference as reference
+from tests.support import training_nodes
 from tests.support.node_models import (
     FORWARD_INPUTS,
     FORWARD_OUTPUTS,
@@ -29,6 +32,10 @@ from tests.support.node_models import (
 CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("BNEXPORT_FUZZ_SEED", "0"))
 BATCHES = 8
+# An old ONNX Runtime cannot be fed with bfloat16.
+TYPES = [
+    it for it in reference.DTYPES if it != "bfloat16" or hasattr(ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")
+]
 
 
 @capi.ALL_GATHER
@@ -100,7 +107,7 @@ class Case:
         rng = self.rng = np.random.default_rng([SEED, seed])
         self.operator = pick(rng, schema.OPERATORS)
         self.forward = self.operator is schema.SYNC_BATCH_NORM
-        self.dtype = pick(rng, list(reference.DTYPES))
+        self.dtype = pick(rng, TYPES)
         self.shape = random_shape(rng)
         self.attributes, self.refused = random_attributes(rng, self.operator)
         self.threads = int(rng.integers(1, 4))
@@ -229,4 +236,117 @@ def run_case(seed: int) -> bool:
 def test_random_nodes(batch):
     ort.set_default_logger_severity(4)
     ran = [run_case(seed) for seed in range(batch, CASES, BATCHES)]
+    assert any(ran) and not all(ran)
+
+
+def random_window(rng):
+    """Shapes and attributes that fit together, by operator of training steps."""
+    rank = int(rng.integers(1, 4))
+    batch, group, ins, outs = (int(it) for it in rng.integers(1, 5, 4))
+    batch = 0 if rng.random() < 0.08 else batch
+    kernel, stride = rng.integers(1, 4, rank), rng.integers(1, 4, rank)
+    dilation, padding = rng.integers(1, 3, rank), rng.integers(0, 3, rank)
+    reach = dilation * (kernel - 1) + 1
+    extents = reach + rng.integers(0, 20 if rank < 3 else 4, rank)
+    out = (extents + 2 * padding - reach) // stride + 1
+    extents, out, kernel = extents.tolist(), out.tolist(), kernel.tolist()
+    x, y, w = (batch, group * ins, *extents), (batch, group * outs, *out), (group * outs, ins, *kernel)
+    lists = {"strides": stride, "pads": padding, "dilations": dilation}
+    window = {name: values.tolist() for name, values in lists.items()}
+    grouped, kernel_shape = {**window, "group": group}, {"kernel_shape": kernel}
+    pool = {"grad_output": (batch, group * ins, *out), "input": x}
+    return {
+        "Conv": ({"input": x, "weight": w, "bias": (group * outs,)}, grouped),
+        "ConvInputGrad": ({"grad_output": y, "weight": w}, {**grouped, "input_shape": extents}),
+        "ConvWeightGrad": ({"grad_output": y, "input": x}, {**grouped, **kernel_shape}),
+        **({"MaxPoolGrad": (pool, {**window, **kernel_shape})} if rank == 2 else {}),
+    }
+
+
+ODD = [
+    0,
+    -1,
+    2,
+    1000001,
+    2**31 - 1,
+    2**63 - 1,
+    -(2**63),
+    0.5,
+    float("nan"),
+    float("inf"),
+    [],
+    [1],
+    [1] * 5,
+    [2**31, 1],
+    "x",
+]
+
+
+def run_training_case(seed: int) -> bool:
+    """Most run as they are; in the others an attribute, a shape or an input is another one."""
+    rng = np.random.default_rng([SEED, seed])
+    name = pick(rng, list(VALID)[2:])
+    operator, given, attributes = VALID[name]
+    shapes = {key: value.shape for key, value in given.items()}
+    shapes, attributes = random_window(rng).get(name, (shapes, attributes))
+    shapes, attributes = dict(shapes), dict(attributes)
+    kind, key = rng.random(), pick(rng, list(shapes))
+    if kind < 0.2:
+        attributes[pick(rng, list(attributes))] = pick(rng, ODD)
+    elif kind < 0.4:
+        shapes[key] = pick(rng, [(), (1,), (0, 2, 3), (0, 1, 2**40), (2, 1, 3, 5), tuple(it + 1 for it in shapes[key])])
+    elif kind < 0.45:
+        del shapes[key]
+    feeds = {key: rng.random(shape, np.float32) for key, shape in shapes.items()}
+    case = f"case {SEED}/{seed}: {name} {shapes} {attributes}"
+    try:
+        got = training_nodes.run(operator, feeds, **attributes)
+    except Exception as error:
+        assert kind < 0.45 or "dilations" in str(error), f"{case}: must run, but: {error}"  # with strides above 1
+        assert name in str(error) or "ttribute" in str(error), (
+            f"{case}: the message does not name the operator: {error}"
+        )
+        return False
+    assert kind < 0.2 or all(np.isfinite(value).all() for value in got.values()), case
+    return True
+
+
+def run_capi_case(seed: int) -> bool:
+    """A call of the C API whose memory is as large as its sizes say, with a field or two that are wrong."""
+    rng = np.random.default_rng([SEED, seed])
+    direction = pick(rng, ["forward", "backward"])
+    N, C, S = (int(it) for it in rng.integers(0, 24, 3))
+    group, dtype = int(rng.integers(1, 4)), pick(rng, [0, 1, 2, 3])
+    stats = np.float64 if dtype == 3 else np.float32
+    item = {0: np.float32, 3: np.float64}.get(dtype, np.float16)
+    arrays = {name: np.full(N * C * S, 1.5, item) for name in ("x", "y" if direction == "forward" else "dy", "dx")}
+    names = ("weight", "bias", "running_mean", "running_var", "running_mean_out", "running_var_out", "dweight", "dbias")
+    arrays |= {name: np.ones(C, stats) for name in names}
+    arrays |= {name: np.ones(C) for name in ("saved_mean", "saved_invstd")}
+    arrays |= {"gathered": np.ones(group * (2 * C + 1)), "local_moments": np.ones(2 * C + 1)}
+    make = capi.forward_params if direction == "forward" else capi.backward_params
+    fields = [name for name, _ in make()._fields_]
+    values = {name: array.ctypes.data for name, array in arrays.items() if name in fields and rng.random() < 0.9}
+    values |= {"dtype": dtype, "stats_dtype": 3 if dtype == 3 else 0, "N": N, "C": C, "S": S, "group_size": group}
+    values |= {"layout": int(rng.integers(2)), "training": int(rng.integers(2)), "threads": int(rng.integers(1, 4))}
+    for name in rng.choice([it for it in fields if it not in ("N", "C", "S")], int(rng.integers(0, 3))):
+        if name not in arrays:  # an address that is none cannot be told from one that is
+            values[name] = pick(rng, [5, -1, 2**31 - 1] if "dtype" in name else [0, -1, 2, 5, 2**31 - 1])
+    if rng.random() < 0.1:
+        values |= {"N": int(pick(rng, [0, -1])), "S": int(pick(rng, [2**62, 2**63 - 1]))}
+    row = np.empty(2 * C + 1)
+    moments = {"forward": "moments", "backward": "backward_moments"}[direction]
+    name, more = pick(rng, [(direction, ()), (moments, (row.ctypes.data,))])
+    try:
+        if values.get("group_size", 1) <= group:
+            capi.run(name, make(**values), *more)
+    except UsageError as error:
+        assert "got" in str(error), f"case {SEED}/{seed}: {error}"
+        return False
+    return True
+
+
+@pytest.mark.parametrize("run_one", [run_training_case, run_capi_case])
+def test_random_calls(run_one):
+    ran = [run_one(seed) for seed in range(CASES // 2)]
     assert any(ran) and not all(ran)

@@ -2,9 +2,10 @@
 Runtime, and the CUDA kernels on an emulated device. tests/cpp has the shapes of the CPU kernels, tests/sync_bn groups.
 """
 
-from __future__ import annotations
-
 import math
+import multiprocessing
+import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from onnx import helper
 
 from benchmarks.gpu.calls import Calls
+from bnexport.native import capi
 from bnexport.sync_bn import kernels, operators
 from tests.support import kernel_reference as reference
 from tests.support.node_models import ELEMENT_TYPES, forward_model, grad_model, run, session
@@ -206,6 +208,105 @@ def test_nan_and_infinity_stay_in_their_channel(engine, step, dtype):
             assert np.isnan(one[:, 1:3]).all()
         mean = reference.wide(got["mean"])
         assert np.isnan(mean[1]) and not np.isfinite(mean[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)  # the oracle itself is in double
+@pytest.mark.parametrize("engine", ["kernels", "node"])
+def test_columns_of_every_kind_side_by_side(engine, step, dtype):
+    """Constant, huge, tiny and far from zero, with a bad pivot, infinite or NaN: each as if it were alone."""
+    kinds = [(0.0, 0.0), (7.0, 0.0), (0.0, 1.0), (300.0, 1.0)]
+    kinds += [] if dtype == torch.float16 else [(0.0, 1e20), (0.0, 1e-20), (-1e4, 1e3)]
+    eps = 0.25
+    for rows, C in ((700, 53), (90, 200), (5, 3)):
+        mean, std = torch.tensor([kinds[c % len(kinds)] for c in range(C)], dtype=torch.float64).T
+        values = torch.randn(rows, C, dtype=torch.float64)
+        values[0] = 5  # the pivot
+        x, dy = (values * std + mean).to(dtype), torch.randn(rows, C).to(dtype)
+        got, with_nan = step(x, dy, eps=eps), x.clone()
+        for c in range(C):
+            want = reference.forward(x[:, c : c + 1], eps=eps)
+            output = reference.wide(got["output"])[:, c : c + 1].astype(
+                reference.DTYPES[str(dtype).removeprefix("torch.")]
+            )
+            reference.check_forward(str(dtype).removeprefix("torch."), want, output=output)
+        with_nan[rows // 2, 1], with_nan[rows - 1, C - 1] = torch.nan, torch.inf
+        other, sound = step(with_nan, dy, eps=eps), [c for c in range(C) if c not in (1, C - 1)]
+        assert np.isnan(reference.wide(other["output"])[:, [1, C - 1]]).all()
+        for name in ("output", "grad_input"):
+            np.testing.assert_array_equal(reference.wide(other[name])[:, sound], reference.wide(got[name])[:, sound])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("engine", ["kernels", "node"])
+def test_a_parameter_that_is_nan_stays_nan(engine, step, training):
+    """Whatever its bits are: rounding to bfloat16 must not carry them into the sign."""
+    for shape in ((3, 5, 40), (40, 70, 1)):
+        x, C = torch.ones(shape, dtype=torch.bfloat16), shape[1]
+        given = {
+            "weight": torch.ones(C),
+            "bias": torch.zeros(C),
+            "running_mean": torch.zeros(C),
+            "running_var": torch.ones(C),
+        }
+        given["weight"].view(torch.int32)[1], given["bias"].view(torch.int32)[2] = 0x7FFFFFFF, -1
+        y = reference.wide(step(x, x, given, training)["output"])
+        assert np.isnan(y[:, 1:3]).all() and np.isfinite(y[:, [0, 3, 4]]).all()
+
+
+@pytest.fixture
+def threads():
+    """Set the number of threads of torch, which the kernels take."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def results_of(x: Tensor, dy: Tensor) -> list[bytes]:
+    return [value.numpy().tobytes() for value in of_torch(x, dy, {}, True, EPS).values() if value is not None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_same_bits_for_any_number_of_threads_and_any_strategy(threads, layout):
+    """The number of threads changes the strategy (groups of channels or two passes), never a bit; nor does the group path."""
+    for shape in [(8, 24, 28, 28), (2, 3, 200, 200), (16, 300, 3, 3), (4, 600, 7, 7), (70, 2, 33), (300, 1100, 1)]:
+        x, dy = arranged(torch.randn(shape), layout), arranged(torch.randn(shape), layout)
+        threads(1)
+        first = results_of(x, dy)
+        for count in (2, 3, 8, 64):
+            threads(count)
+            assert results_of(x, dy) == first, (shape, count)
+        layer = kernels.kernels_for(x)
+        row = layer.forward_row(x, "exact")
+        rows = torch.stack([row, torch.zeros_like(row)])  # a second, empty process
+        assert layer.forward(x, (None,) * 4, True, MOMENTUM, EPS, "exact", rows)[0].numpy().tobytes() == first[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_without_threads_that_are_lent_the_caller_does_it_alone(threads):
+    x = torch.randn(4, 16, 40, 40)
+    threads(2)
+    want, before = results_of(x, x), len(os.listdir("/proc/self/task"))
+    capi.lend_openmp(0)
+    try:
+        threads(64)
+        assert results_of(x, x) == want
+    finally:
+        capi.lend_openmp(kernels._openmp_parallel())
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_fork(threads):
+    x = torch.randn(4, 16, 40, 40)
+    threads(2)
+    want = results_of(x, x)  # the parent's threads exist now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put(results_of(x, x)), daemon=True)
+    child.start()
+    assert queue.get(timeout=300) == want
+    child.join(timeout=300)
+    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,7 +1,6 @@
 """python -m tests.fuzz [--time SECONDS] [--replay FILE]
 
-Fuzzes reading, folding and writing of models; ends with 1 where something was found. Nodes: tests/custom_ops/test_fuzz.py and
-tests/cpp/fuzz.sh.
+Fuzzes reading, folding and writing of models; ends with 1 where something was found. Nodes: tests/cpp/fuzz.sh.
 """
 
 from __future__ import annotations

@@ -11,10 +11,6 @@
 
 #include "../../../custom_ops/kernels/cuda/device.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
-
 namespace bnexport::cuda {
 
 namespace emulator {
@@ -42,50 +38,25 @@ struct Fiber {
 ucontext_t scheduler;
 Fiber* running = nullptr;
 const std::function<void()>* body = nullptr;
-#if defined(__SANITIZE_ADDRESS__)
-const void* scheduler_stack = nullptr;
-size_t scheduler_size = 0;
-#endif
 
 std::vector<std::unique_ptr<unsigned char[]>>& stacks() {
   static std::vector<std::unique_ptr<unsigned char[]>> all;
   return all;
 }
 
-void to_scheduler(bool last) {
-  Fiber* me = running;
-#if defined(__SANITIZE_ADDRESS__)
-  void* fake = nullptr;
-  __sanitizer_start_switch_fiber(last ? nullptr : &fake, scheduler_stack, scheduler_size);
-  swapcontext(&me->context, &scheduler);
-  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#else
-  (void)last;
-  swapcontext(&me->context, &scheduler);
-#endif
-}
+void to_scheduler() { swapcontext(&running->context, &scheduler); }
 
 void enter() {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_size);
-#endif
   (*body)();
   running->done = true;
-  to_scheduler(true);
+  to_scheduler();
 }
 
-void resume(Fiber& fiber, [[maybe_unused]] size_t index) {
+void resume(Fiber& fiber) {
   fiber.barrier = nullptr;
   running = &fiber;
   current = &fiber.thread;
-#if defined(__SANITIZE_ADDRESS__)
-  void* fake = nullptr;
-  __sanitizer_start_switch_fiber(&fake, stacks()[index].get(), kStack);
   swapcontext(&scheduler, &fiber.context);
-  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#else
-  swapcontext(&scheduler, &fiber.context);
-#endif
 }
 
 // Apart, since getcontext returns twice as far as the compiler knows.
@@ -137,7 +108,7 @@ void run_blocks(const std::vector<int64_t>& indices, int64_t shared_bytes, std::
     bool ran = false;
     for (const size_t i : order) {
       if (!fibers[i].ready() || i / kThreads == slow) continue;
-      resume(fibers[i], i);
+      resume(fibers[i]);
       ran = true;
       if (fibers[i].done) --left;
     }
@@ -204,7 +175,7 @@ void meet(Barrier& barrier, const char* what) {
   running->barrier = &barrier;
   running->unwanted = generation;
   running->what = what;
-  to_scheduler(false);
+  to_scheduler();
 }
 
 void fail(const char* what) {

@@ -23,32 +23,6 @@ struct Layers {
 constexpr Layers kLayers[] = {{64, 112, 1}, {64, 56, 6},   {128, 56, 1}, {256, 56, 4},  {128, 28, 7}, {256, 28, 1},
                               {512, 28, 5}, {256, 14, 11}, {512, 14, 1}, {1024, 14, 7}, {512, 7, 5},  {2048, 7, 4}};
 
-template <class Params>
-Params params_of(const Problem& p, Buffer& x, Buffer& y, std::vector<double>& statistics) {
-  Params params{};
-  params.struct_size = sizeof(params);
-  params.dtype = p.dtype;
-  params.stats_dtype = BNEXPORT_FLOAT64;
-  params.layout = p.layout;
-  params.N = p.N;
-  params.C = p.C;
-  params.S = p.S;
-  params.training = 1;
-  params.group_size = 1;
-  params.threads = 1;
-  params.x = x.data();
-  params.saved_mean = statistics.data();
-  params.saved_invstd = statistics.data() + p.C;
-  if constexpr (std::is_same_v<Params, bnexport_forward>) {
-    params.y = y.data();
-    params.eps = 1e-5;
-  } else {
-    params.dy = x.data();
-    params.dx = y.data();
-  }
-  return params;
-}
-
 // Bytes moved for each byte of a layer's tensor, all launches together, with the plan of the whole layer over as few
 // channels as a tile has.
 double moved(const Problem& whole, bool backward) {
@@ -58,7 +32,8 @@ double moved(const Problem& whole, bool backward) {
   // As many parts as the whole layer's.
   LaunchPlan plan = launch_plan(part, all.columns ? std::max<int64_t>(all.parts / 2, 1) : kMultiprocessors);
   CHECK(plan.columns == all.columns && plan.width == all.width && plan.lanes == all.lanes);
-  Buffer x(part.dtype, part.N * part.C * part.S, 0), y(x), dy(x);
+  const Shape shape{part.N, part.C, part.S};
+  Buffer x(part.dtype, shape.elements()), y(x), dy(x);
   for (int64_t i = 0; i < x.count(); ++i) x.set(i, static_cast<double>(i * 7919 % 1009) / 1009);
   for (int64_t i = 0; i < x.count(); ++i) dy.set(i, static_cast<double>(i * 104729 % 1013) / 1013);
   std::vector<double> statistics(static_cast<size_t>(2 * part.C), 0.5);
@@ -66,11 +41,12 @@ double moved(const Problem& whole, bool backward) {
   EmulatedLauncher launcher;
   emulator::traffic = 0;
   if (backward) {
-    auto params = params_of<bnexport_backward>(part, x, y, statistics);
+    auto params = params_of<bnexport_backward>(shape, part.dtype, part.layout, x, y, statistics, 1);
     params.dy = dy.data();
     run_backward(params, plan, workspace.data(), launcher);
   } else {
-    run_forward(params_of<bnexport_forward>(part, x, y, statistics), plan, workspace.data(), launcher);
+    run_forward(params_of<bnexport_forward>(shape, part.dtype, part.layout, x, y, statistics, 1), plan,
+                workspace.data(), launcher);
   }
   CHECK(launcher.launches == 3);
   const auto bytes = static_cast<double>(emulator::traffic);
