@@ -1,7 +1,5 @@
 """The CUDA library on an emulated device (tests/cpp/cuda): host memory is device memory."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

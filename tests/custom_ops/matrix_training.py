@@ -13,42 +13,35 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from onnxruntime.training import api, artifacts
 
 from bnexport import schema
 from bnexport.native.library import get_library_path
 
 STEPS = 6
-TRAINED = ("conv.weight", "bn.weight", "bn.bias", "linear.weight", "linear.bias")
+TRAINED = ("conv_weight", "bn_weight", "bn_bias", "linear_weight", "linear_bias")
+
+
+# The artifact builder infers shapes with onnx, which does not know our node.
+MODEL = """
+<ir_version: 8, opset_import: ["": 17, "mmcv": 1]>
+net (float[N,3,8,8] x) => (float[N,2] y) <float[N,4,8,8] n, float[4] new_mean, float[4] new_var, float[4] m, float[4] i> {
+    [conv] h = Conv <pads = [1, 1, 1, 1]> (x, conv_weight)
+    [bn] n, new_mean, new_var, m, i = mmcv.MMCVSyncBatchNorm <training_mode = 1> (h, bn_mean, bn_var, bn_weight, bn_bias)
+    [relu] a = Relu (n)
+    [pool] p = ReduceMean <axes = [2, 3], keepdims = 0> (a)
+    [linear] y = Gemm <transB = 1> (p, linear_weight, linear_bias)
+}
+"""
 
 
 def make_model(values: dict[str, np.ndarray]) -> onnx.ModelProto:
-    nodes = [
-        helper.make_node("Conv", ["x", "conv.weight"], ["h"], name="conv", pads=[1, 1, 1, 1]),
-        helper.make_node(
-            "MMCVSyncBatchNorm", ["h", "bn.mean", "bn.var", "bn.weight", "bn.bias"], ["n", "mean.new", "var.new", "sm", "si"],
-            name="bn", domain="mmcv", training_mode=1,
-        ),
-        helper.make_node("Relu", ["n"], ["a"], name="relu"),
-        helper.make_node("ReduceMean", ["a"], ["p"], name="pool", axes=[2, 3], keepdims=0),
-        helper.make_node("Gemm", ["p", "linear.weight", "linear.bias"], ["y"], name="linear", transB=1),
-    ]  # fmt: skip
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
-        [numpy_helper.from_array(value, name) for name, value in values.items()],
-    )
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)], ir_version=8
-    )
-    # The artifact builder infers shapes with onnx, which does not know our node.
-    for name, shape in (("n", ["N", 4, 8, 8]), ("mean.new", [4]), ("var.new", [4]), ("sm", [4]), ("si", [4])):
-        model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    model = onnx.parser.parse_model(MODEL)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
     return model
 
 
@@ -72,11 +65,11 @@ def register_gradient() -> None:
 
 def torch_gradients(values, x, target):
     tensors = {name: torch.tensor(value.tolist(), requires_grad=name in TRAINED) for name, value in values.items()}
-    hidden = torch.nn.functional.conv2d(torch.tensor(x.tolist()), tensors["conv.weight"], padding=1)
+    hidden = torch.nn.functional.conv2d(torch.tensor(x.tolist()), tensors["conv_weight"], padding=1)
     hidden = torch.nn.functional.batch_norm(
-        hidden, tensors["bn.mean"], tensors["bn.var"], tensors["bn.weight"], tensors["bn.bias"], training=True
+        hidden, tensors["bn_mean"], tensors["bn_var"], tensors["bn_weight"], tensors["bn_bias"], training=True
     )
-    y = torch.nn.functional.linear(hidden.relu().mean((2, 3)), tensors["linear.weight"], tensors["linear.bias"])
+    y = torch.nn.functional.linear(hidden.relu().mean((2, 3)), tensors["linear_weight"], tensors["linear_bias"])
     loss = torch.nn.functional.mse_loss(y, torch.tensor(target.tolist()))
     loss.backward()
     return float(loss.detach()), {name: np.array(tensors[name].grad.tolist(), np.float32) for name in TRAINED}
@@ -85,8 +78,8 @@ def torch_gradients(values, x, target):
 def main() -> None:
     rng = np.random.default_rng(0)
     values = {
-        "conv.weight": rng.normal(size=(4, 3, 3, 3)), "bn.mean": np.zeros(4), "bn.var": np.ones(4), "bn.weight": rng.normal(size=4),
-        "bn.bias": rng.normal(size=4), "linear.weight": rng.normal(size=(2, 4)), "linear.bias": rng.normal(size=2),
+        "conv_weight": rng.normal(size=(4, 3, 3, 3)), "bn_mean": np.zeros(4), "bn_var": np.ones(4), "bn_weight": rng.normal(size=4),
+        "bn_bias": rng.normal(size=4), "linear_weight": rng.normal(size=(2, 4)), "linear_bias": rng.normal(size=2),
     }  # fmt: skip
     values = {name: value.astype(np.float32) for name, value in values.items()}
     x, target = rng.normal(size=(5, 3, 8, 8)).astype(np.float32), rng.normal(size=(5, 2)).astype(np.float32)
@@ -95,7 +88,7 @@ def main() -> None:
         artifacts.generate_artifacts(
             make_model(values),
             requires_grad=list(TRAINED),
-            frozen_params=["bn.mean", "bn.var"],
+            frozen_params=["bn_mean", "bn_var"],
             loss=artifacts.LossType.MSELoss,
             optimizer=artifacts.OptimType.AdamW,
             artifact_directory=folder,

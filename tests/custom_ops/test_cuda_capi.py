@@ -2,8 +2,6 @@
 device memory. The same verification runs on a GPU in benchmarks/gpu.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools
@@ -25,24 +23,15 @@ from bnexport.schema import GRAD_REDUCTIONS
 from bnexport.sync_bn import kernels
 
 
-def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path):
-    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
-    with pytest.raises(LibraryError, match=r"none\.so', expected an existing .*make cuda"):
-        cuda.library()
-
-
-def test_a_file_that_is_no_library_is_an_error(fresh, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.so", r"none\.so', expected an existing .*make cuda"), ("text.so", "cannot be loaded")],
+)
+def test_a_missing_or_wrong_library_is_an_error(fresh, tmp_path, name, message):
     (tmp_path / "text.so").write_text("text")
-    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "text.so"))
-    with pytest.raises(LibraryError, match="cannot be loaded"):
+    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / name))
+    with pytest.raises(LibraryError, match=message):
         cuda.library()
-
-
-def test_parameters_have_the_header_s_names():
-    params = capi.forward_params(N=2, C=3, S=4, dtype=1)
-    assert (params.N, params.training, params.group_size, params.momentum) == (2, 1, 1, 0.1)
-    with pytest.raises(UsageError, match=r"forward: got \['size'\]"):
-        capi.forward_params(size=3)
 
 
 def test_wrong_arguments_are_refused(emulated):
@@ -222,20 +211,19 @@ def test_workspaces_belong_to_a_stream_of_a_thread(monkeypatch):
         assert other is not first and other.data_ptr() != first.data_ptr()
 
 
+CHECKS = {
+    **{f"group, {mode}": functools.partial(verify.verify_group, mode) for mode in capi.STATS_MODES},
+    "fixed": verify.verify_fixed,
+    "absent": verify.verify_absent,
+}
+
+
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", list(capi.STATS_MODES))
-def test_a_group_gives_what_its_batches_together_give(emulated, mode, dtype, channels_last):
-    torch.manual_seed(4)
-    verify.verify_group(mode, dtype, channels_last, "cpu")
-
-
-@pytest.mark.parametrize("check", [verify.verify_fixed, verify.verify_absent], ids=["fixed", "absent"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cases_beside_the_grid(emulated, check, dtype):
+@pytest.mark.parametrize("check", CHECKS)
+def test_cases_beside_the_grid(emulated, check, dtype, channels_last):
     torch.manual_seed(7)
-    for channels_last in (False, True):
-        check(dtype, channels_last, "cpu")
+    CHECKS[check](dtype, channels_last, "cpu")
 
 
 def test_verification_sees_wrong_results(emulated, monkeypatch):

@@ -1,7 +1,5 @@
 """The library's own operator table against the contract in bnexport/schema.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from bnexport import schema

@@ -1,7 +1,5 @@
 """The operators of training steps against torch in float64: random shapes, and the same bits for any number of threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -45,52 +43,38 @@ class Convolution:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
-    @property
-    def window(self) -> tuple:
-        rank = len(self.kernel)
-        return list(self.stride), list(self.padding), list(self.dilation), False, [0] * rank, self.group
-
-    @property
-    def attributes(self) -> dict:
-        return {"strides": self.stride, "pads": self.padding, "dilations": self.dilation, "group": self.group}
-
-    def tensors(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, weight, bias and the gradient by the output."""
-        batch, outputs, channels = self.sizes
-        x = draw_tensor((batch, channels, *self.extents), seed)
-        weight = draw_tensor((outputs, channels // self.group, *self.kernel), seed + 1)
-        y = ATEN.convolution(x, weight, None, *self.window)
-        return x, weight, draw_tensor(outputs, seed + 2), draw_tensor((batch, *y.shape[1:]), seed + 3)
+    def step(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The output, and with the gradient by it those by x and by the weight."""
+        rest = self.stride, self.padding, self.dilation, False, [0] * len(self.kernel), self.group
+        made = [ATEN.convolution(x, weight, bias, *rest)]
+        return (
+            made
+            if grad is None
+            else made + [*ATEN.convolution_backward(grad, x, weight, None, *rest, [True, True, False])][:2]
+        )
 
 
-def check_convolution(shape: Convolution, seed: int) -> None:
-    x, weight, bias, grad = shape.tensors(seed)
+def check_convolution(shape: Convolution) -> None:
+    batch, outputs, channels = shape.sizes
+    sizes = (batch, channels, *shape.extents), (outputs, channels // shape.group, *shape.kernel), (outputs,)
+    x, weight, bias = (draw_tensor(size, seed) for seed, size in enumerate(sizes))
+    grad = draw_tensor(shape.step(x, weight, bias, None)[0].shape, 3)
     wide = [tensor.double() for tensor in (x, weight, bias, grad)]
-    magnitudes = [tensor.abs() for tensor in wide]
-
-    def backward(x, weight, grad):
-        mask = [True, True, False]
-        return ATEN.convolution_backward(grad, x, weight, None, *shape.window, mask)[:2]
-
-    def forward(x, weight, bias):
-        return ATEN.convolution(x, weight, bias, *shape.window)
-
-    expected = (forward(*wide[:3]), *backward(wide[0], wide[1], wide[3]))
-    absolute = (forward(*magnitudes[:3]), *backward(magnitudes[0], magnitudes[1], magnitudes[3]))
-    bounds = [
-        tolerances.backward_sum("float32", absolute_sum=float(total.max()) if total.numel() else 0.0)
-        for total in absolute
-    ]
-    for operator, feeds, more, exact, bound in (
-        (contract.CONV, {"input": x, "weight": weight, "bias": bias}, {}, expected[0], bounds[0]),
-        (contract.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, {"input_shape": shape.extents}, expected[1], bounds[1]),
-        (contract.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, {"kernel_shape": shape.kernel}, expected[2], bounds[2]),
-    ):  # fmt: skip
-        attributes = shape.attributes | more
-        first, *others = (run(operator, feeds, threads=threads, **attributes).values() for threads in (1, 2, 3))
-        (got,) = first
-        assert_within(got, exact, bound, operator.name)
-        assert all(np.array_equal(got, other) for (other,) in others), operator.name
+    expected, absolute = shape.step(*wide), shape.step(*(tensor.abs() for tensor in wide))
+    attributes = {"strides": shape.stride, "pads": shape.padding, "dilations": shape.dilation, "group": shape.group}
+    calls = (
+        (contract.CONV, {"input": x, "weight": weight, "bias": bias}, {}),
+        (contract.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, {"input_shape": shape.extents}),
+        (contract.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, {"kernel_shape": shape.kernel}),
+    )
+    for (operator, feeds, more), exact, total in zip(calls, expected, absolute):
+        results = (run(operator, feeds, threads=threads, **attributes, **more).values() for threads in (1, 2, 3))
+        first, *others = (got for (got,) in results)
+        bound = tolerances.backward_sum("float32", absolute_sum=float(total.max()) if total.numel() else 0.0)
+        assert_within(first, exact, bound, operator.name)
+        assert all(np.array_equal(first, other) for other in others), operator.name
 
 
 LARGE = {
@@ -107,46 +91,28 @@ LARGE = {
     "1d": Convolution((3, 40, 24), 1, (500,), (9,), (2,), (4,), (1,)),
     "3d": Convolution((2, 40, 24), 1, (5, 9, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
     "3d, 1x1x1, stride in depth": Convolution((2, 32, 8), 1, (5, 9, 9), (1, 1, 1), (2, 1, 1), (0, 0, 0), (1, 1, 1)),
+    "empty batch": Convolution((0, 8, 4), 1, (5, 6), (3, 3), (1, 1), (1, 1), (1, 1)),
     "3d, depthwise, one slice": Convolution((2, 32, 32), 32, (1, 9, 9), (1, 3, 3), (2, 1, 1), (0, 1, 1), (1, 1, 1)),
 }
 
 
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
 def test_convolutions(shape):
-    check_convolution(shape, 0)
-
-
-def test_convolutions_of_an_empty_batch():
-    x, weight, grad = (np.ones(shape, np.float32) for shape in ((0, 4, 5, 6), (8, 4, 3, 3), (0, 8, 5, 6)))
-    attributes = {"strides": [1, 1], "pads": [1, 1], "dilations": [1, 1], "group": 1}
-    got = run(contract.CONV, {"input": x, "weight": weight}, **attributes)["output"]
-    assert got.shape == grad.shape
-    feeds = {"grad_output": grad, "weight": weight}
-    got = run(contract.CONV_INPUT_GRAD, feeds, **attributes, input_shape=[5, 6])["grad_input"]
-    assert got.shape == x.shape
-    got = run(contract.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, **attributes, kernel_shape=[3, 3])
-    assert np.array_equal(got["grad_weight"], np.zeros_like(weight))
+    check_convolution(shape)
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 1000, 40_000, 2_000_000])
-@pytest.mark.parametrize("high", [None, 6.0])
-def test_relu_gradient(count, high):
+@pytest.mark.parametrize("ends", [{}, {"high": 6.0}, {"low": -1.0, "high": 2.0}], ids=str)
+def test_relu_gradient(count, ends):
     x, grad = draw_tensor(count, 0) * 4, draw_tensor(count, 1)
     x[: len(SPECIAL)] = torch.tensor(SPECIAL)[:count]
-    if high is None:
+    expected = torch.where((x <= ends.get("low", 0.0)) | (x >= ends.get("high", math.inf)), 0.0, grad)
+    if not ends:
         expected = torch.where(x <= 0, 0.0, grad)
         assert torch.equal(expected, ATEN.threshold_backward(grad, x, 0))
-    else:
-        expected = torch.where((x <= 0) | (x >= high), 0.0, grad)
     for threads in (1, 2):
-        got = run(contract.RELU_GRAD, {"grad_output": grad, "input": x}, threads=threads, high=high)["grad_input"]
+        got = run(contract.RELU_GRAD, {"grad_output": grad, "input": x}, threads=threads, **ends)["grad_input"]
         assert np.array_equal(got, expected.numpy())
-
-
-def test_relu_gradient_between_other_ends():
-    x, grad = torch.linspace(-3, 3, 97).reshape(1, 97, 1), draw_tensor((1, 97, 1), 0)
-    got = run(contract.RELU_GRAD, {"grad_output": grad, "input": x}, low=-1.0, high=2.0)["grad_input"]
-    assert np.array_equal(got, ATEN.hardtanh_backward(grad, x, -1.0, 2.0).numpy())
 
 
 @st.composite
@@ -193,96 +159,55 @@ def test_max_pool_gradient_of_usual_sizes(extents):
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
-ADAM = {
-    "adam": {"weight_decay": 0.0},
-    "adam, weight decay": {"weight_decay": 0.1},
-    "adamw": {"weight_decay": 0.0, "keep": True},
-    "amsgrad": {"weight_decay": 0.0, "keep": True, "amsgrad": True},
+BETAS, EPS = (0.9, 0.999), 1e-8
+# The operator, its attributes by name in the order of the rule's arguments, scalar inputs, and state that is absent.
+UPDATES = {
+    "adam": (contract.ADAM_UPDATE, {"weight_decay": 0.0}, {}, ("max_exp_avg_sq",)),
+    "adam, weight decay": (contract.ADAM_UPDATE, {"weight_decay": 0.1}, {}, ("max_exp_avg_sq",)),
+    "adamw": (contract.ADAM_UPDATE, {"weight_decay": 0.0}, {"keep": 0.99}, ("max_exp_avg_sq",)),
+    "amsgrad": (contract.ADAM_UPDATE, {"weight_decay": 0.0}, {"keep": 0.99}, ()),
+    "sgd": (contract.SGD_UPDATE, {"momentum": 0.0, "weight_decay": 0.0}, {}, ("momentum_buffer",)),
+    "sgd, weight decay": (contract.SGD_UPDATE, {"momentum": 0.0, "weight_decay": 0.1}, {}, ("momentum_buffer",)),
+    "momentum": (contract.SGD_UPDATE, {"momentum": 0.9, "weight_decay": 0.0}, {}, ()),
+    "dampening": (contract.SGD_UPDATE, {"momentum": 0.9, "weight_decay": 0.1}, {"share": 0.3}, ()),
+    "nesterov": (contract.SGD_UPDATE, {"momentum": 0.9, "weight_decay": 0.0, "nesterov": 1}, {}, ()),
 }
 SHAPES = [(), (1,), (5, 3), (16,), (0, 4), (33, 7, 3, 3), (70_001,)]
 LARGE_SHAPE = (1_500_000,)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", ADAM.values(), ids=ADAM)
-def test_adam_update(shape, options):
-    check_adam(shape, options)
-
-
-def test_adam_update_past_the_caches():
-    check_adam(LARGE_SHAPE, ADAM["amsgrad"])
-
-
-def check_adam(shape, options):
-    beta1, beta2, eps, decay = 0.9, 0.999, 1e-8, options["weight_decay"]
-    feeds = {name: draw_tensor(shape, seed) for seed, name in enumerate(("parameter", "grad", "exp_avg"))}
-    feeds["exp_avg_sq"] = draw_tensor(shape, 3) ** 2 * 0.01
-    if options.get("amsgrad"):
-        feeds["max_exp_avg_sq"] = draw_tensor(shape, 4) ** 2 * 0.01
-    feeds |= {"step_size": torch.tensor(0.01), "bias_correction2_sqrt": torch.tensor(0.3)}
-    if options.get("keep"):
-        feeds["keep"] = torch.tensor(0.99)
-    wide = {name: tensor.double() for name, tensor in feeds.items()}
-    expected = optimizers.adam(
-        *(wide.get(value.name) for value in contract.ADAM_UPDATE.inputs), beta1, beta2, eps, decay
-    )  # fmt: skip
-    attributes = {
-        "one_minus_beta1": 1 - beta1,
-        "beta2": beta2,
-        "one_minus_beta2": 1 - beta2,
-        "eps": eps,
-        "weight_decay": decay,
-    }
-    names = [value.name for value in contract.ADAM_UPDATE.outputs][: 4 if options.get("amsgrad") else 3]
-    results = [run(contract.ADAM_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
-    grad = wide["grad"] + decay * wide["parameter"]
-    scales = {"new_exp_avg": wide["exp_avg"].abs() + grad.abs(), "new_parameter": wide["parameter"].abs()}
-    scales["new_exp_avg_sq"] = scales["new_max_exp_avg_sq"] = wide["exp_avg_sq"] + grad**2
-    for name, exact in zip(names, expected):
-        scale = float(scales[name].max()) if exact.numel() else 0.0
-        # An update is m / sqrt(v): its size is a scale of the parameter, too.
-        if name == "new_parameter" and exact.numel():
-            scale += float((exact - wide["parameter"]).abs().max())
-        assert_within(results[0][name], exact, tolerances.statistic("float32", scale=scale), name)
-        assert np.array_equal(results[0][name], results[1][name])
-
-
-SGD = {
-    "plain": {},
-    "weight decay": {"weight_decay": 0.1},
-    "momentum": {"momentum": 0.9},
-    "dampening": {"momentum": 0.9, "share": 0.3, "weight_decay": 0.1},
-    "nesterov": {"momentum": 0.9, "nesterov": True},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
-def test_sgd_update(shape, options):
-    check_sgd(shape, options)
-
-
-def test_sgd_update_past_the_caches():
-    check_sgd(LARGE_SHAPE, SGD["nesterov"])
-
-
-def check_sgd(shape, options):
-    momentum, decay, nesterov = options.get("momentum", 0.0), options.get("weight_decay", 0.0), "nesterov" in options
-    feeds = {"parameter": draw_tensor(shape, 0), "grad": draw_tensor(shape, 1), "lr": torch.tensor(0.1)}
-    if momentum:
-        feeds["momentum_buffer"] = draw_tensor(shape, 2)
-    if "share" in options:
-        feeds["share"] = torch.tensor(options["share"])
-    wide = {name: tensor.double() for name, tensor in feeds.items()}
-    tensors = (wide.get(value.name) for value in contract.SGD_UPDATE.inputs)
-    expected = optimizers.sgd(*tensors, momentum, decay, nesterov)
-    names = [value.name for value in contract.SGD_UPDATE.outputs][: 2 if momentum else 1]
-    attributes = {"momentum": momentum, "weight_decay": decay, "nesterov": int(nesterov)}
-    results = [run(contract.SGD_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, shape) for name in UPDATES for shape in SHAPES), ("amsgrad", LARGE_SHAPE), ("nesterov", LARGE_SHAPE)],
+    ids=str,
+)
+def test_updates(name, shape):
+    operator, numbers, scalars, absent = UPDATES[name]
+    feeds = {}
+    for seed, value in enumerate(operator.inputs):
+        if value.shape == "(*)" and value.name not in absent:
+            drawn = draw_tensor(shape, seed)
+            feeds[value.name] = drawn**2 * 0.01 if value.name.endswith("_sq") else drawn
+    is_adam = operator is contract.ADAM_UPDATE
+    given = {"step_size": 0.01, "bias_correction2_sqrt": 0.3} if is_adam else {"lr": 0.1}
+    feeds |= {key: torch.tensor(number) for key, number in {**given, **scalars}.items()}
+    wide = {key: tensor.double() for key, tensor in feeds.items()}
+    arguments = [wide.get(value.name) for value in operator.inputs]
+    if is_adam:
+        expected = optimizers.adam(*arguments, *BETAS, EPS, numbers["weight_decay"])
+        betas = {"one_minus_beta1": 1 - BETAS[0], "beta2": BETAS[1], "one_minus_beta2": 1 - BETAS[1], "eps": EPS}
+        numbers = numbers | betas
+    else:
+        numbers = {"nesterov": 0, **numbers}
+        expected = optimizers.sgd(*arguments, numbers["momentum"], numbers["weight_decay"], bool(numbers["nesterov"]))
+    names = [value.name for value in operator.outputs if value.name.removeprefix("new_") in feeds]
+    first, second = (run(operator, feeds, names, threads, **numbers) for threads in (1, 2))
     scale = sum(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in wide.values())
-    for name, exact in zip(names, expected):
-        assert_within(results[0][name], exact, tolerances.statistic("float32", scale=scale), name)
-        assert np.array_equal(results[0][name], results[1][name])
+    for key, exact in zip(names, expected):
+        # An update is m / sqrt(v): its size is a scale of the parameter, too.
+        update = float((exact - wide["parameter"]).abs().max()) if key == "new_parameter" and exact.numel() else 0.0
+        assert_within(first[key], exact, tolerances.statistic("float32", scale=scale + update), key)
+        assert np.array_equal(first[key], second[key])
 
 
 def test_nan_stays_in_amsgrads_maximum():

@@ -1,7 +1,6 @@
 """A device that torch sees and our CUDA library cannot use is not passed over in silence."""
 
-from __future__ import annotations
-
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,92 +17,65 @@ from bnexport.sync_bn import kernels
 ON_DEVICE = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver for CUDA 12.4 under a library that needs 13.0."""
-
-    def refuse(index: int) -> None:
-        raise LibraryError("CUDA driver version is insufficient for CUDA runtime version")
-
-    monkeypatch.setattr(library, "find", lambda kind: "libbnexport_ops_cuda.so")
-    monkeypatch.setattr(cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(cuda, "check_device", refuse)
-    monkeypatch.setattr(cuda, "driver_version", lambda: "12.4")
-    monkeypatch.setattr(cuda, "runtime_version", lambda: "13.0")
-    monkeypatch.setattr(kernels, "_is_loaded", lambda: True)
-    kernels._sees_devices.cache_clear()
-
-
-@pytest.mark.usefixtures("old_driver")
-def test_a_tensor_on_the_device_warns_once() -> None:
-    try:
-        with pytest.warns(
-            RuntimeWarning, match=r"insufficient .*driver is for CUDA 12.4, this library for 13.0\); update the driver"
-        ):
-            assert not kernels.usable(ON_DEVICE)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not kernels.usable(ON_DEVICE)
-    finally:
-        kernels._sees_devices.cache_clear()
-
-
-@pytest.mark.usefixtures("old_driver")
-def test_doctor_says_so() -> None:
-    (check,) = doctor._cuda_devices()
-    assert (
-        check.value == "none: CUDA driver version is insufficient for CUDA runtime version "
-        "(the NVIDIA driver is for CUDA 12.4, this library for 13.0)"
-    )
-
-
-def test_without_the_library_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find", lambda kind: None)
-    monkeypatch.setattr(kernels, "_is_loaded", lambda: True)
-    kernels._sees_devices.cache_clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not kernels.usable(ON_DEVICE)
-    finally:
-        kernels._sees_devices.cache_clear()
-
-
-@pytest.fixture
-def another_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is known of libraries and devices, before and after."""
     caches: list[Any] = [capi.library, cuda.library, kernels._is_loaded, kernels._sees_devices, kernels._prepare]
     for cached in caches:
         cached.cache_clear()
-    monkeypatch.setattr(library, "__version__", "9.9")
-    yield
+    with monkeypatch.context() as context:
+        yield context
     for cached in caches:
         cached.cache_clear()
 
 
-@pytest.mark.usefixtures("another_version")
-def test_a_library_of_another_version_is_an_error() -> None:
+def test_a_driver_older_than_the_library(patch: pytest.MonkeyPatch) -> None:
+    """A warning for the first tensor, and a line of doctor: a driver for CUDA 12.4 under a library that needs 13.0."""
+    insufficient = "CUDA driver version is insufficient for CUDA runtime version"
+
+    def refuse(index: int) -> None:
+        raise LibraryError(insufficient)
+
+    patch.setattr(library, "find", lambda kind: "libbnexport_ops_cuda.so")
+    patch.setattr(kernels, "_is_loaded", lambda: True)
+    patch.setattr(cuda, "device_count", lambda: 0)
+    patch.setattr(cuda, "check_device", refuse)
+    patch.setattr(cuda, "driver_version", lambda: "12.4")
+    patch.setattr(cuda, "runtime_version", lambda: "13.0")
+    said = r"insufficient .*driver is for CUDA 12.4, this library for 13.0\); update the driver"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
+        assert not kernels.usable(ON_DEVICE) and not kernels.usable(ON_DEVICE)
+    assert len(warned) == 1
+    (check,) = doctor._cuda_devices()
+    assert check.value == f"none: {insufficient} (the NVIDIA driver is for CUDA 12.4, this library for 13.0)"
+
+
+def test_without_the_library_there_is_nothing_to_say(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(library, "find", lambda kind: None)
+    patch.setattr(kernels, "_is_loaded", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not kernels.usable(ON_DEVICE)
+
+
+def test_a_library_of_another_version_is_an_error(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(library, "__version__", "9.9")
     for _ in range(2):
         with pytest.raises(LibraryError, match=r"libbnexport_ops\.so: got version .*, expected 9\.9"):
             SyncBatchNorm(2)(torch.randn(3, 2))
-
-
-@pytest.mark.usefixtures("another_version")
-def test_a_cuda_library_of_another_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any library with a version stands for it."""
-    monkeypatch.setattr(kernels, "_is_loaded", lambda: True)
-    monkeypatch.setattr(library, "find", lambda kind, find=library.find: find("ops"))
-    monkeypatch.setitem(library._VERSIONS, "cuda", "bnexport_version")
+    # Any library with a version stands for the CUDA library.
+    patch.setattr(kernels, "_is_loaded", lambda: True)
+    patch.setattr(library, "find", lambda kind, find=library.find: find("ops"))
+    patch.setitem(library._VERSIONS, "cuda", "bnexport_version")
     for _ in range(2):
         with pytest.raises(LibraryError, match=r"\.so: got version .*, expected 9\.9"):
             kernels.usable(ON_DEVICE)
 
 
-def test_the_version_of_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Driver:
-        @staticmethod
-        def cuDriverGetVersion(number: Any) -> int:
-            number._obj.value = 12040
-            return 0
+def test_the_version_of_a_driver(patch: pytest.MonkeyPatch) -> None:
+    def ask(number: Any) -> int:
+        number._obj.value = 12040
+        return 0
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: Driver)
+    patch.setattr(cuda.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDriverGetVersion=ask))
     assert cuda.driver_version() == "12.4"

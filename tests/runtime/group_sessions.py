@@ -1,17 +1,14 @@
 """What the processes of a group do in test_communicator.py: register the group, run a session, and say what came out."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import torch.distributed as dist
 
-from bnexport.native.library import register
 from bnexport.runtime.groups import register_group, unregister_group
 from tests.support.cluster import join
+from tests.support.node_models import run, session
 
 Steps = list[dict[str, np.ndarray]]
 
@@ -21,8 +18,8 @@ def run_steps(group: Any, models: list[bytes], feeds: list[Steps]) -> Steps | st
     rank = dist.get_rank(group)
     register_group("world", group)
     try:
-        session = _open(models[rank % len(models)])
-        return [_run(session, step) for step in feeds[rank]]
+        opened = session(models[rank % len(models)])
+        return [run(opened, step) for step in feeds[rank]]
     except Exception as error:
         return str(error)
     finally:
@@ -33,22 +30,11 @@ def run_until_a_peer_dies(rank: int, size: int, port: int, model: bytes, step: d
     """Two steps, before the second of which rank 1 is gone."""
     join(rank, size, port)
     register_group("world", dist.group.WORLD)
-    session = _open(model)
-    _run(session, step)
+    opened = session(model)
+    run(opened, step)
     if rank == 1:
         os._exit(0)
     try:
-        return [_run(session, step)]
+        return [run(opened, step)]
     except Exception as error:
         return str(error)
-
-
-def _open(model: bytes) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    register(options)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def _run(session: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, feeds), strict=True))

@@ -1,16 +1,16 @@
 """Groups of real processes over gloo, against the joint batch in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
+from bnexport import schema
 from bnexport.errors import GroupError, UsageError
+from bnexport.native import capi
 from bnexport.runtime import groups
 from tests.runtime.group_sessions import run_steps, run_until_a_peer_dies
 from tests.support import kernel_reference as reference
 from tests.support.cluster import run_once
-from tests.support.node_models import forward_feeds, forward_model, grad_model, run
+from tests.support.node_models import echo, forward_feeds, forward_model, grad_model, run
 
 
 def run_group(cluster, size: int, feeds, *, model: bytes | list[bytes]):
@@ -37,15 +37,22 @@ SPLITS = {
     ],
     3: [((2, 5, 4, 4), (1, 5, 9, 9), (0, 5, 4, 4))],
 }
+MANY = 3000  # channels, which take a second collective
 
 
-@pytest.mark.parametrize(("size", "stats_mode"), [(2, "exact"), (2, "default"), (2, "N"), (3, "exact"), (3, "default")])
-def test_forward_equals_joint_batch(cluster, size, stats_mode):
+@pytest.mark.parametrize(
+    ("size", "stats_mode", "channels"),
+    [(2, "exact", 5), (2, "default", 5), (2, "N", 5), (3, "exact", 5), (3, "default", 5), (2, "exact", MANY)],
+)
+def test_forward_equals_joint_batch(cluster, size, stats_mode, channels):
     rng = np.random.default_rng(size)
-    common = forward_feeds(rng, (1, 5, 1, 1))
+    common = forward_feeds(rng, (1, channels, 1, 1))
     inputs = [
-        [(rng.normal(size=shape) + rank).astype(np.float32) for rank, shape in enumerate(shapes)]
-        for shapes in SPLITS[size]
+        [
+            (rng.normal(size=(N, channels, *sides)) + rank).astype(np.float32)
+            for rank, (N, _, *sides) in enumerate(shapes)
+        ]
+        for shapes in SPLITS[size][: None if channels == 5 else 1]
     ]
     feeds = [[common | {"input": xs[rank]} for xs in inputs] for rank in range(size)]
     model = forward_model(group="world", group_size=size, stats_mode=stats_mode, momentum=0.25)
@@ -82,36 +89,25 @@ def test_backward_equals_joint_batch(cluster, size, stats_mode, reduction):
         )
 
 
-def test_many_channels_take_a_second_collective(cluster):
-    rng = np.random.default_rng(3)
-    common = forward_feeds(rng, (1, 3000, 1, 1))
-    xs = [rng.normal(size=(rows, 3000, 1, 2)).astype(np.float32) for rows in (2, 3)]
-    feeds = [[common | {"input": x}] for x in xs]
-    results = run_group(cluster, 2, feeds, model=forward_model(group="world", group_size=2))
-    check_forward([result[0] for result in results], xs, common)
-
-
-def test_different_channels_are_an_error_on_every_rank(cluster):
+@pytest.mark.parametrize(
+    ("channels", "models", "messages"),
+    [
+        (
+            (4, 6),
+            [{}, {}],
+            ["number of channels of rank 1: got 6, expected 4", "number of channels of rank 0: got 4, expected 6"],
+        ),
+        ((4, 4), [{"name": "layer1"}, {"name": "layer2"}], ["not running the same node: node name"] * 2),
+        ((4, 4), [{"group_size": 3}] * 2, ["attribute 'group_size': got 3, expected 2"] * 2),
+    ],
+    ids=["channels", "nodes", "group_size"],
+)
+def test_disagreement_is_an_error_on_every_rank(cluster, channels, models, messages):
     rng = np.random.default_rng(4)
-    feeds = [[forward_feeds(rng, (2, channels, 3, 3))] for channels in (4, 6)]
-    results = run_group(cluster, 2, feeds, model=forward_model(group="world", group_size=2))
-    assert "number of channels of rank 1: got 6, expected 4" in results[0], results
-    assert "number of channels of rank 0: got 4, expected 6" in results[1], results
-
-
-def test_different_nodes_are_an_error_on_every_rank(cluster):
-    rng = np.random.default_rng(5)
-    feeds = [[forward_feeds(rng, (2, 4, 3, 3))] for _ in range(2)]
-    models = [forward_model(group="world", group_size=2, name=name) for name in ("layer1", "layer2")]
-    results = run_group(cluster, 2, feeds, model=models)
-    assert all("not running the same node: node name" in result for result in results), results
-
-
-def test_group_size_differs_from_registered_group(cluster):
-    rng = np.random.default_rng(6)
-    feeds = [[forward_feeds(rng, (2, 4, 3, 3))] for _ in range(2)]
-    results = run_group(cluster, 2, feeds, model=forward_model(group="world", group_size=3))
-    assert all("attribute 'group_size': got 3, expected 2" in result for result in results), results
+    feeds = [[forward_feeds(rng, (2, C, 3, 3))] for C in channels]
+    made = [forward_model(**{"group": "world", "group_size": 2, **options}) for options in models]
+    for result, message in zip(run_group(cluster, 2, feeds, model=made), messages, strict=True):
+        assert message in result
 
 
 def test_dead_peer_is_an_error():
@@ -133,6 +129,26 @@ def test_unregistered_group_does_not_matter_in_inference():
     alone = run(forward_model(training_mode=0), feeds)
     for name, value in run(forward_model(group="nowhere", group_size=2, training_mode=0), feeds).items():
         np.testing.assert_array_equal(value, alone[name], err_msg=name)
+
+
+@pytest.mark.parametrize("operator", schema.OPERATORS, ids=lambda operator: operator.name)
+def test_a_number_is_the_name_of_a_group(operator):
+    """MMCV's own exporter writes the attribute `group` as an int."""
+    make = forward_model if operator is schema.SYNC_BATCH_NORM else grad_model
+    rng = np.random.default_rng(3)
+    feeds = {"grad_output": rng.normal(size=(2, 4, 3, 3)).astype(np.float32), **forward_feeds(rng, (2, 4, 3, 3))}
+    feeds |= {"saved_mean": feeds["bias"], "saved_invstd": feeds["running_var"]}
+    capi.register_group("12", 2, 0, echo)
+    try:
+        alone, pair = run(make(), feeds), run(make(group="12", group_size=2), feeds)
+        cases = [(make(group=number, group_size=1), alone) for number in (0, 12, -1, 2**63 - 1)]  # not asked
+        for model, expected in (*cases, (make(group=12, group_size=2), pair)):
+            for name, value in run(model, feeds).items():
+                np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    finally:
+        capi.unregister_group("12")
+    if operator is schema.SYNC_BATCH_NORM:  # twice the batch has another unbiased variance
+        assert not np.array_equal(pair["running_var_out"], alone["running_var_out"])
 
 
 @pytest.mark.parametrize("name", ["", None, 3, "a\0b"])

@@ -1,7 +1,5 @@
 """The door to the engines: what opens, what runs, and one failure."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """One-node models of our operators, as bytes, and feeds for them."""
 
-from __future__ import annotations
-
 import ctypes
 
 import ml_dtypes
@@ -66,11 +64,12 @@ def grad_model(**options) -> bytes:
     return node_model(schema.SYNC_BATCH_NORM_GRAD, **({"inputs": GRAD_INPUTS, "outputs": GRAD_OUTPUTS} | options))
 
 
-def session(model: bytes, *, threads: int = 0) -> ort.InferenceSession:
+def session(model: bytes, *, threads: int = 0, training: bool = False) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
-    register(options)
+    options.enable_cpu_mem_arena = False  # each tensor is a block of its own, for sanitizers
+    register(options, training=training)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
@@ -81,32 +80,28 @@ def run(model: bytes | ort.InferenceSession, feeds: dict[str, np.ndarray]) -> di
     names = [output.name for output in s.get_outputs()]
     if not any(value.dtype == ml_dtypes.bfloat16 for value in wanted.values()):
         return dict(zip(names, s.run(names, wanted), strict=True))
-    binding = s.io_binding()
-    keep = []
-    for name, value in wanted.items():
-        if value.dtype == ml_dtypes.bfloat16:
-            ort_value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                np.ascontiguousarray(value).view(np.uint16), TensorProto.BFLOAT16
-            )
+
+    def held(array: np.ndarray) -> ort.OrtValue:
+        if array.dtype != ml_dtypes.bfloat16:
+            return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+        bits = np.ascontiguousarray(array).view(np.uint16)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+
+    binding, values = s.io_binding(), {name: held(value) for name, value in wanted.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    # Outputs of bfloat16 have the shape of the data, and are written where NumPy reads them.
+    shape = next(value.shape for value in wanted.values() if value.dtype == ml_dtypes.bfloat16)
+    narrow = {each.name: np.zeros(shape, np.uint16) for each in s.get_outputs() if each.type == "tensor(bfloat16)"}
+    for name in names:
+        if name in narrow:
+            values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(narrow[name], TensorProto.BFLOAT16)
+            binding.bind_ortvalue_output(name, values[name])
         else:
-            ort_value = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
-        keep.append(ort_value)
-        binding.bind_ortvalue_input(name, ort_value)
-    data_shape = next(v.shape for v in wanted.values() if v.dtype == ml_dtypes.bfloat16)
-    results = {}
-    for output in s.get_outputs():
-        if output.type == "tensor(bfloat16)":
-            results[output.name] = np.zeros(data_shape, np.uint16)
-            holder = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(results[output.name], TensorProto.BFLOAT16)
-            keep.append(holder)
-            binding.bind_ortvalue_output(output.name, holder)
-        else:
-            binding.bind_output(output.name)
+            binding.bind_output(name)
     s.run_with_iobinding(binding)
-    fetched = dict(zip(names, binding.get_outputs(), strict=True))
-    return {
-        name: results[name].view(ml_dtypes.bfloat16) if name in results else fetched[name].numpy() for name in names
-    }
+    found = zip(names, binding.get_outputs(), strict=True)
+    return {name: narrow[name].view(ml_dtypes.bfloat16) if name in narrow else value.numpy() for name, value in found}
 
 
 @capi.ALL_GATHER

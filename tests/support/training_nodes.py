@@ -1,21 +1,15 @@
-"""One-node models of the operators of training steps, and a way to run them."""
-
-from __future__ import annotations
+"""Models of one node from what it is fed, with names and types of the contract, and a way to run them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from bnexport import schema
-from bnexport.native.library import register
 from bnexport.training import contract
-
-if TYPE_CHECKING:
-    import torch
+from tests.support import node_models
 
 
 def model(
@@ -28,37 +22,33 @@ def model(
     names = [value.name for value in operator.outputs] if outputs is None else list(outputs)
     given = {name: value for name, value in attributes.items() if value is not None}
     node = helper.make_node(operator.name, inputs, names, name="node1", domain=operator.domain, **given)
-
-    def info(name: str, rank: int | None) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, None if rank is None else [None] * rank)
-
+    types = {name: helper.np_dtype_to_tensor_dtype(feeds[name].dtype) for name in inputs if name}
+    data = {value.type: types[value.name] for value in operator.inputs if value.name in types}
     graph = helper.make_graph(
         [node],
         "one_node",
-        [info(name, feeds[name].ndim) for name in inputs if name],
-        [info(name, None) for name in names if name],
+        [helper.make_tensor_value_info(name, types[name], [None] * feeds[name].ndim) for name in types],
+        [
+            helper.make_tensor_value_info(name, data.get(value.type, TensorProto.FLOAT), None)
+            for name, value in zip(names, operator.outputs)
+            if name
+        ],
     )
-    imports = [helper.make_opsetid("", 17), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid(operator.domain, operator.version)]
     return helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString()
 
 
 def session(made: bytes, threads: int = 2) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = threads
-    register(options, training=True)
-    return ort.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+    return node_models.session(made, threads=threads, training=contract.DOMAIN.encode() in made)
 
 
 def run(
     operator: schema.Operator,
-    feeds: dict[str, np.ndarray | torch.Tensor],
+    feeds: dict[str, Any],
     outputs: Sequence[str] | None = None,
     threads: int = 2,
     **attributes,
 ) -> dict[str, np.ndarray]:
-    """The outputs of one node by name."""
+    """The outputs of one node by name. `feeds`: arrays or tensors."""
     arrays = {name: np.asarray(value) for name, value in feeds.items()}
-    opened = session(model(operator, arrays, outputs, **attributes), threads)
-    names = [output.name for output in opened.get_outputs()]
-    return dict(zip(names, opened.run(names, arrays), strict=True))
+    return node_models.run(session(model(operator, arrays, outputs, **attributes), threads), arrays)
