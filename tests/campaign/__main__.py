@@ -4,8 +4,6 @@ Cases that have a row do not run again, unless they are named or --again says so
 in build/. Fails where a case of this run is bad.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """The definition of a campaign, and what becomes of its rows."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The driver of the campaigns, with cases of a line: rows, resuming, ends of processes, limits, ways."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -4,8 +4,6 @@ Reads a line NAME<tab>PLACE<tab>WAY,WAY,... for each and answers with the exit c
 and what `warm` sets up, is done once; no session and no thread is made before a fork.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -4,8 +4,6 @@ The second half are stand-ins: the class names, packages and attributes of the o
 written from their definition, on one process.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import batch_norm
@@ -21,22 +19,23 @@ class Activated(nn.BatchNorm2d):
         return torch.relu(super().forward(x))
 
 
+def _normalised(module, x, weight, training=None, momentum=None):
+    """Batch norm with the statistics and the bias of a module."""
+    training = module.training if training is None else training
+    momentum = module.momentum if momentum is None else momentum
+    return batch_norm(x, module.running_mean, module.running_var, weight, module.bias, training, momentum, module.eps)
+
+
 class AbsoluteWeight(nn.BatchNorm2d):
     def forward(self, x):
-        batch = self.training
-        return batch_norm(
-            x, self.running_mean, self.running_var, self.weight.abs(), self.bias, batch, self.momentum, self.eps
-        )
+        return _normalised(self, x, self.weight.abs())
 
 
 class OnePlusWeight(nn.BatchNorm2d):
     """As zero-centred scales are written."""
 
     def forward(self, x):
-        batch = self.training
-        return batch_norm(
-            x, self.running_mean, self.running_var, 1 + self.weight, self.bias, batch, self.momentum, self.eps
-        )
+        return _normalised(self, x, 1 + self.weight)
 
 
 class Residual(nn.BatchNorm2d):
@@ -51,21 +50,21 @@ class Halves(nn.BatchNorm2d):
         if not self.training:
             return super().forward(x)
         half = x.shape[0] // 2
-        return torch.cat([super().forward(x[:half]), super().forward(x[half:])])
+        return torch.cat([super().forward(x[:half]), self.of_second_half(x[half:])])
+
+    def of_second_half(self, x):
+        return super().forward(x)
 
 
-class Split(nn.BatchNorm2d):
+class Split(Halves):
     """A second norm for the second half of the batch, as timm's SplitBatchNorm2d."""
 
     def __init__(self, num_features):
         super().__init__(num_features)
         self.other = nn.BatchNorm2d(num_features)
 
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        half = x.shape[0] // 2
-        return torch.cat([super().forward(x[:half]), self.other(x[half:])])
+    def of_second_half(self, x):
+        return self.other(x)
 
 
 class NeverTrains(nn.BatchNorm2d):
@@ -77,7 +76,7 @@ class FixedStatistics(nn.BatchNorm2d):
     """Uses its running statistics in train mode, too, and trains weight and bias."""
 
     def forward(self, x):
-        return batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        return _normalised(self, x, self.weight, False, 0.0)
 
 
 class WideEps(nn.BatchNorm2d):
@@ -147,18 +146,16 @@ class UserFrozenBatchNorm2d(nn.Module):
 UserFrozenBatchNorm2d.__name__ = "FrozenBatchNorm2d"
 
 
-def _normalised(module, x, weight):
-    if module.training:
-        module.num_batches_tracked.add_(1) if hasattr(module, "num_batches_tracked") else None
-    return batch_norm(
-        x, module.running_mean, module.running_var, weight, module.bias, module.training, module.momentum, module.eps
-    )
+def _counted(module, x, weight):
+    if module.training and hasattr(module, "num_batches_tracked"):
+        module.num_batches_tracked.add_(1)
+    return _normalised(module, x, weight)
 
 
 @_in("mmcv.ops.sync_bn")
 class MmcvSyncBatchNorm(lookalikes._MmcvSyncBatchNorm):
     def forward(self, x):
-        return _normalised(self, x, self.weight)
+        return _counted(self, x, self.weight)
 
 
 MmcvSyncBatchNorm.__name__ = "SyncBatchNorm"
@@ -184,13 +181,13 @@ def _activated(module, y):
 @_in("inplace_abn.abn")
 class ABN(lookalikes._Abn):
     def forward(self, x):
-        return _activated(self, _normalised(self, x, self.weight))
+        return _activated(self, _counted(self, x, self.weight))
 
 
 @_in("inplace_abn.abn")
 class InPlaceABN(ABN):
     def forward(self, x):
-        return _activated(self, _normalised(self, x, self.weight.abs() + self.eps))
+        return _activated(self, _counted(self, x, self.weight.abs() + self.eps))
 
 
 @_in("mmengine.utils.dl_utils.parrots_wrapper")

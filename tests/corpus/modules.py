@@ -92,32 +92,12 @@ def _changed(change, norm=None):
     return net
 
 
-def _no_tracking(norm):
-    norm.track_running_stats = False
-
-
-def _no_count(norm):
-    norm.num_batches_tracked = None
-
-
-def _no_gradient(norm):
-    norm.requires_grad_(False)
-
-
-def _own_attributes(norm):
-    norm.group_size, norm.act, norm.weight_scale, norm._layer = 8, nn.Sigmoid(), 3, "theirs"
+def _with(**values):
+    return lambda norm: [setattr(norm, name, value) for name, value in values.items()]
 
 
 def _forward_hook(norm):
     norm.register_forward_hook(lambda module, args, output: 3 * output)
-
-
-def _pre_hook(norm):
-    norm.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,))
-
-
-def _backward_hook(norm):
-    norm.register_full_backward_hook(lambda module, grad_input, grad_output: (3 * grad_input[0],))
 
 
 def _hook_on_another():
@@ -136,15 +116,10 @@ def _parametrized(norm):
     parametrize.register_parametrization(norm, "weight", _Double())
 
 
-def _weight_norm_hook(norm):
-    weight_norm(norm, "weight")
-
-
 def _conv_with(wrap):
     net = around(nn.BatchNorm2d(C))
     wrap(net.conv)
-    net.eval()
-    return net.train()
+    return net.eval().train()
 
 
 def _tied():
@@ -154,49 +129,38 @@ def _tied():
 
 
 def _twice(norm):
-    def forward(self, x):
-        return self.norm(torch.relu(self.norm(self.conv(x))))
+    return randomised(
+        Calls(lambda self, x: self.norm(torch.relu(self.norm(self.conv(x)))), conv=nn.Conv2d(3, C, 3), norm=norm)
+    )
 
-    return randomised(Calls(forward, conv=nn.Conv2d(3, C, 3), norm=norm))
 
-
-def _pair(share):
-    def forward(self, x):
-        return self.second(torch.relu(self.first(self.conv(x))))
-
-    net = Calls(forward, conv=nn.Conv2d(3, C, 3), first=nn.BatchNorm2d(C), second=nn.BatchNorm2d(C))
-    share(net.first, net.second)
+def _pair(*shared):
+    """Two norms, the second with these parameters or statistics of the first."""
+    net = Calls(
+        lambda self, x: self.second(torch.relu(self.first(self.conv(x)))),
+        conv=nn.Conv2d(3, C, 3),
+        first=nn.BatchNorm2d(C),
+        second=nn.BatchNorm2d(C),
+    )
+    for name in shared:
+        setattr(net.second, name, getattr(net.first, name))
     return randomised(net)
 
 
-def _share_parameters(first, second):
-    second.weight, second.bias = first.weight, first.bias
+def _patched(forward):
+    """A norm whose attribute `forward` is what is made of the norm and its own forward."""
+    return _changed(lambda norm: setattr(norm, "forward", forward(norm, norm.forward)))
 
 
-def _share_statistics(first, second):
-    second.running_mean, second.running_var = first.running_mean, first.running_var
+def _scaled(factor, forward, x):
+    return factor * forward(x)
 
 
-def _patched_with_closure():
-    net = around(nn.BatchNorm2d(C))
-    plain = net.norm.forward
-    net.norm.forward = lambda x: torch.tanh(plain(x))
-    return net
-
-
-def _patched_with_method():
-    net = around(nn.BatchNorm2d(C))
-    net.norm.forward = types.MethodType(lambda self, x: torch.tanh(type(self).forward(self, x)), net.norm)
-    return net
-
-
-def _patched_with_partial():
-    def scaled(factor, forward, x):
-        return factor * forward(x)
-
-    net = around(nn.BatchNorm2d(C))
-    net.norm.forward = functools.partial(scaled, 3.0, net.norm.forward)
-    return net
+PATCHES = {
+    "closure": lambda norm, plain: lambda x: torch.tanh(plain(x)),
+    "method": lambda norm, plain: types.MethodType(lambda self, x: torch.tanh(type(self).forward(self, x)), norm),
+    "partial": lambda norm, plain: functools.partial(_scaled, 3.0, plain),
+}
 
 
 def _scripted():
@@ -228,29 +192,26 @@ def _in_lists():
 
 
 def _held_in_a_plain_list():
-    def forward(self, x):
-        return torch.relu(self.held[0](self.conv(x)))
-
-    net = Calls(forward, conv=nn.Conv2d(3, C, 3), norm=nn.BatchNorm2d(C))
+    net = Calls(lambda self, x: torch.relu(self.held[0](self.conv(x))), conv=nn.Conv2d(3, C, 3), norm=nn.BatchNorm2d(C))
     net.held = [net.norm]
     return randomised(net)
 
 
 def _functional():
     def forward(self, x):
-        norm, x = self.norm, self.conv(x)
-        return nn.functional.batch_norm(
-            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training, 0.1, norm.eps
-        )
+        norm = self.norm
+        tensors = norm.running_mean, norm.running_var, norm.weight, norm.bias
+        return nn.functional.batch_norm(self.conv(x), *tensors, self.training, 0.1, norm.eps)
 
     return randomised(Calls(forward, conv=nn.Conv2d(3, C, 3), norm=nn.BatchNorm2d(C)))
 
 
 def _bfloat16():
-    def forward(self, x):
-        return self.norm(self.conv(x).bfloat16()).float()
-
-    return randomised(Calls(forward, conv=nn.Conv2d(3, C, 3), norm=nn.BatchNorm2d(C).bfloat16()))
+    net = Calls(
+        lambda self, x: self.norm(self.conv(x).bfloat16()).float(), conv=nn.Conv2d(3, C, 3), norm=nn.BatchNorm2d(C)
+    )
+    net.norm.bfloat16()
+    return randomised(net)
 
 
 def _frozen_norm():
@@ -286,14 +247,14 @@ CASES: dict[str, Case] = {
     "ours without running statistics": Case(lambda: around(SyncBatchNorm(C, track_running_stats=False))),
     "affine False": Case(lambda: around(bn(affine=False))),
     "no bias": Case(lambda: around(bn(bias=False))),
-    "tracking switched off": Case(lambda: _changed(_no_tracking)),
-    "no count": Case(lambda: _changed(_no_count)),
-    "own attributes": Case(lambda: _changed(_own_attributes)),
+    "tracking switched off": Case(lambda: _changed(_with(track_running_stats=False))),
+    "no count": Case(lambda: _changed(_with(num_batches_tracked=None))),
+    "own attributes": Case(lambda: _changed(_with(group_size=8, act=nn.Sigmoid(), weight_scale=3, _layer="theirs"))),
     "half": Case(lambda: around(bn()).half(), dtype=torch.float16),
     "bfloat16 norm": Case(_bfloat16, dtype=torch.bfloat16, refused=EVERY_EXPORT | STEP),
     "double": Case(lambda: _ranks(nn.BatchNorm1d(C), nn.Linear(3, C)).double(), (6, 3), torch.float64),
     "norm in eval mode": Case(_frozen_norm),
-    "norm without gradient": Case(lambda: _changed(_no_gradient)),
+    "norm without gradient": Case(lambda: _changed(lambda norm: norm.requires_grad_(False))),
     "lazy, after a forward": Case(_lazy),
     "lazy, before a forward": Case(lambda: around(nn.LazyBatchNorm2d()), refused=EVERY_WAY),
     # subclasses that compute something else
@@ -312,9 +273,10 @@ CASES: dict[str, Case] = {
     "ours with activation": Case(lambda: around(classes.ActivatedOurs(C))),
     "timm's with activation": Case(lambda: around(classes.ActivatedTwiceTimm(C)), left=("norm",),
         refused=TRAIN_EXPORTS),
-    "forward set, closure": Case(_patched_with_closure, left=("norm",), refused=TRAIN_EXPORTS),
-    "forward set, method": Case(_patched_with_method, left=("norm",), refused=TRAIN_EXPORTS),
-    "forward set, partial": Case(_patched_with_partial, left=("norm",), refused=TRAIN_EXPORTS),
+    **{
+        f"forward set, {name}": Case(functools.partial(_patched, make), left=("norm",), refused=TRAIN_EXPORTS)
+        for name, make in PATCHES.items()
+    },
     "scripted": Case(_scripted, left=("norm",), refused=EVERY_EXPORT | STEP),
     "scripted block": Case(_scripted_block, left=("body.norm",), refused=EVERY_EXPORT | STEP),
     # subclasses that do not
@@ -325,14 +287,15 @@ CASES: dict[str, Case] = {
     "forward hook, torch's sync": Case(lambda: _changed(_forward_hook, nn.SyncBatchNorm(C))),
     "forward hook, apex with ReLU": Case(lambda: _changed(_forward_hook, classes.ApexSyncBatchNorm(C, fuse_relu=True)),
         other_modules=True),
-    "forward pre-hook": Case(lambda: _changed(_pre_hook)),
-    "backward hook": Case(lambda: _changed(_backward_hook)),
+    "forward pre-hook": Case(lambda: _changed(lambda norm: norm.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,)))),
+    "backward hook": Case(lambda: _changed(
+        lambda norm: norm.register_full_backward_hook(lambda module, grad_input, grad_output: (3 * grad_input[0],)))),
     "hook that reads another module": Case(_hook_on_another),
     "parametrised weight": Case(lambda: _changed(_parametrized)),
     "parametrised, torch's sync": Case(lambda: _changed(_parametrized, nn.SyncBatchNorm(C))),
     "parametrised, InPlaceABN": Case(lambda: _changed(_parametrized, classes.InPlaceABN(C)), left=("norm",),
         refused=TRAIN_EXPORTS | EVAL_EXPORTS | STEP),
-    "weight norm by a hook": Case(lambda: _changed(_weight_norm_hook)),
+    "weight norm by a hook": Case(lambda: _changed(lambda norm: weight_norm(norm, "weight"))),
     "weight norm on the convolution": Case(lambda: _conv_with(parametrizations.weight_norm)),
     "spectral norm on the convolution": Case(lambda: _conv_with(parametrizations.spectral_norm),
         refused=frozenset(way for way in EVERY_EXPORT if way.startswith("torchscript"))),
@@ -343,8 +306,8 @@ CASES: dict[str, Case] = {
     "one module called twice": Case(lambda: _twice(bn())),
     "ours called twice": Case(lambda: _twice(SyncBatchNorm(C))),
     "momentum None called twice": Case(lambda: _twice(bn(momentum=None))),
-    "shared parameters": Case(lambda: _pair(_share_parameters)),
-    "shared statistics": Case(lambda: _pair(_share_statistics)),
+    "shared parameters": Case(lambda: _pair("weight", "bias")),
+    "shared statistics": Case(lambda: _pair("running_mean", "running_var")),
     "in lists": Case(_in_lists),
     "held in a plain list": Case(_held_in_a_plain_list, refused=frozenset({"fold_module"})),
     "functional": Case(_functional, refused=TRAIN_EXPORTS),

@@ -4,8 +4,6 @@ Each way builds the network twice: one goes through bnexport, the other stays as
 right, in the same mode, on the same input.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

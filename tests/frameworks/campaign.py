@@ -3,8 +3,6 @@
 A case is a function of a folder, which asserts. It runs in the environment "frameworks" of `environment`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile
@@ -12,7 +10,6 @@ from pathlib import Path
 
 from tests.campaign.table import ROOT, Campaign, judged, told
 from tests.frameworks.environment import Skipped
-from tests.frameworks.planted_faults import PLANS
 
 SECONDS = 3600
 # Networks of parallel branches, and one whose arithmetic looks like a batch norm.
@@ -21,12 +18,10 @@ CASES = (
     "inplace_abn.the_conversion_equals_it",
     "mmcv_norm.one_training_step_equals_mmcv",
     "mmcv_norm.a_file_of_its_own_symbolic",
-    "mmcv_norm.mmcvs_own_test",
     "mmcv_operators.definitions_are_those_of_the_kernels",
     "mmdet3d.two_processes",
     *(f"timm_networks.parallel_branches {name}" for name in BRANCHES),
     "timm_networks.the_stand_ins_have_the_attributes_of_the_classes",
-    *(f"planted_faults.{kind} {name}" for name in PLANS for kind in ("right", "wrong")),
     "model_names.a_model_of_each_library",
     "model_names.mmcvs_own_class_needs_no_group",
     "model_names.one_line_says_what_is_wrong",

@@ -1,7 +1,5 @@
 """bnexport's command line with the stand-ins of compiled parts: python -m tests.frameworks.command ARGUMENTS."""
 
-from __future__ import annotations
-
 import sys
 
 from bnexport.cli import main

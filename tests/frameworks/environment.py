@@ -1,7 +1,5 @@
 """Virtual environments with real frameworks and trainers under build/, made once and used until their lists change."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

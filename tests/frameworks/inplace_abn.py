@@ -1,7 +1,5 @@
 """The real inplace_abn, in inference, in a training step and exported, next to its conversion; and its stand-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 A whole build takes half an hour, and needs what these do not.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,10 +1,6 @@
-"""The real MMCV's SyncBatchNorm, on functions written from its kernels' formulas; its own symbolic and its own test."""
-
-from __future__ import annotations
+"""The real MMCV's SyncBatchNorm, on functions written from its kernels' formulas; its own symbolic."""
 
 import copy
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +13,10 @@ from torch import nn
 
 import bnexport
 from bnexport import SyncBatchNorm, convert_sync_batchnorm
-from bnexport.errors import UsageError, first_line
 from tests.frameworks import stand_ins
-from tests.frameworks.environment import Skipped
-from tests.frameworks.inplace_abn import attributes
+from tests.frameworks.inplace_abn import attributes, difference, trained
 from tests.support.cluster import Raised, join, run_once
 from tests.sync_bn import lookalikes
-
-
-def _tensors(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.clone().requires_grad_()
-    y = net(x)
-    y.square().mean().backward()
-    tensors = {"output": y.detach(), "grad_input": x.grad}
-    tensors |= {f"grad of {name}": value.grad for name, value in net.named_parameters()}
-    return tensors | {name: value for name, value in net.named_buffers() if "tracked" not in name}
 
 
 def one_step(rank: int, size: int, port: int) -> Any:
@@ -47,9 +32,9 @@ def one_step(rank: int, size: int, port: int) -> Any:
     assert type(converted[1]) is SyncBatchNorm
     torch.manual_seed(rank + 1)
     x = torch.randn(4, 3, 6, 6)
-    theirs, ours = _tensors(net, x), _tensors(converted, x)
+    theirs, ours = trained(net, x), trained(converted, x)
     assert theirs.keys() == ours.keys()
-    differences = {name: float((ours[name] - value).abs().max() / value.abs().max()) for name, value in theirs.items()}
+    differences = {name: difference(ours[name], value) for name, value in theirs.items()}
     dist.barrier()
     dist.destroy_process_group()
     return differences
@@ -62,15 +47,9 @@ def _clone(norm: nn.Module) -> nn.Module:
     return clone
 
 
-def of_ranks(size: int, function: Any, *arguments: Any) -> list[Any]:
-    results = run_once(size, function, *arguments, timeout=600)
-    for result in results:
-        assert not isinstance(result, Raised), result.trace
-    return results
-
-
 def one_training_step_equals_mmcv(folder: Path) -> None:
-    for differences in of_ranks(2, one_step):
+    for differences in run_once(2, one_step, timeout=600):
+        assert not isinstance(differences, Raised), differences.trace
         assert len(differences) == 8 and max(differences.values()) < 1e-5, differences
 
 
@@ -151,54 +130,3 @@ def a_file_of_its_own_symbolic(folder: Path) -> None:
         assert done.report.meaning_changed
         assert np.abs(plain - in_inference).max() < 1e-5 * np.abs(in_inference).max()
         assert np.abs(trained - in_training).max() < 1e-5 * np.abs(in_training).max()
-
-
-SOURCE, SIZE = "BNEXPORT_MMCV_TEST", 4
-
-
-def their_cases(rank: int, size: int, port: int, path: str, reduction: str) -> Any:
-    join(rank, size, port)
-    stand_ins.install()
-    from mmcv import ops
-
-    def ours(channels: int, group: Any = None, stats_mode: str = "default") -> nn.Module:
-        try:
-            module = SyncBatchNorm(channels, group=group, stats_mode=stats_mode, grad_reduction=reduction)
-        except UsageError as error:
-            raise AssertionError(str(error)) from error
-        return module
-
-    ops.SyncBatchNorm = ours
-    torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign,assignment]
-    nn.Module.cuda = lambda self: self  # type: ignore[method-assign,assignment]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    os.environ |= {"SLURM_NTASKS": str(size), "SLURM_PROCID": str(rank)}
-    spec = importlib.util.spec_from_file_location("test_syncbn", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    results = {}
-    for name in sorted(vars(module.TestSyncBN)):
-        if name.startswith("test_"):
-            try:
-                getattr(module.TestSyncBN(), name)()
-                results[name] = None
-            except Exception as error:
-                results[name] = f"{type(error).__name__}: {first_line(error)}"
-            dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
-def mmcvs_own_test(folder: Path) -> None:
-    """Its tests/test_ops/test_syncbn.py, which is in its repository and in no package, with our class in place of MMCV's.
-
-    It asks for 4 GPUs and SLURM; here 4 gloo processes run it on the CPU, so `.cuda()` does nothing. All 12 cases pass with
-    MMCV's reduction; with torch's, gradients of weight and bias of groups above 1 differ.
-    """
-    if SOURCE not in os.environ:
-        raise Skipped(f"{SOURCE} names no file; it is tests/test_ops/test_syncbn.py of MMCV's repository")
-    for reduction, failing in (("mean", 0), ("local", 4)):
-        for results in of_ranks(SIZE, their_cases, os.environ[SOURCE], reduction):
-            assert len(results) == 12 and sum(error is not None for error in results.values()) == failing, results

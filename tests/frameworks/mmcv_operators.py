@@ -1,7 +1,5 @@
 """The definitions of MMCV's operators against MMCV's own kernels."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """mmdet3d's own batch norms (1.4.0, out of its wheel) against their conversion, in two processes of gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """bnexport export LIBRARY:NAME with the real libraries."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

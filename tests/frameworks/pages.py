@@ -4,8 +4,6 @@
 session, shell blocks run in between. kernels: with the compiled operators of MMCV.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

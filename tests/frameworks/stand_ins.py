@@ -1,7 +1,5 @@
 """Makes packages whose compiled parts do not fit a CPU build of torch importable."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks of parallel branches of the real timm, and the classes of its batch norms; the zoo exports its models."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -5,11 +5,9 @@ and where ONNX Runtime does not run a file that is meant for it. Each runtime ge
 removed after its row.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -24,7 +22,46 @@ from benchmarks import machine, page
 from bnexport.errors import first_line
 from tests.campaign.table import ROOT, Campaign, Row
 from tests.runtimes import files
-from tests.runtimes.catalog import RUNTIMES, Runtime
+
+# Minor versions of ONNX Runtime 1; the newest is asked for without a number as well.
+FIRST, LAST = 17, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """engine: a function of tests/runtimes/engine.py, or "javascript". libraries: whether it takes custom-op libraries."""
+
+    name: str
+    engine: str
+    packages: tuple[str, ...]
+    libraries: bool = False
+
+    @property
+    def is_javascript(self) -> bool:
+        return self.engine == "javascript"
+
+
+def _onnxruntime(version: str, *, old_numpy: bool = False) -> Runtime:
+    packages = (f"onnxruntime{version}", "numpy<2" if old_numpy else "numpy")
+    return Runtime("onnxruntime", "onnxruntime_cpu", packages, libraries=True)
+
+
+RUNTIMES = {
+    **{
+        f"onnxruntime-1.{minor}": _onnxruntime(f"==1.{minor}.*", old_numpy=minor < 19)
+        for minor in range(FIRST, LAST + 1)
+    },
+    "onnxruntime-newest": _onnxruntime(""),
+    "onnxruntime-node": Runtime("onnxruntime-node", "javascript", ("onnxruntime-node",)),
+    "onnxruntime-web": Runtime("onnxruntime-web", "javascript", ("onnxruntime-web",)),
+    "onnx-reference": Runtime("onnx.reference", "onnx_reference", ("onnx",)),
+    "openvino": Runtime("OpenVINO", "openvino_cpu", ("openvino", "numpy")),
+    "tract": Runtime("tract", "tract_onnx", ("tract", "numpy")),
+    "ncnn": Runtime("ncnn", "ncnn_pnnx", ("ncnn", "pnnx", "numpy")),
+    "onnx2torch": Runtime("onnx2torch", "onnx_to_torch", ("torch", "onnx2torch", "onnx")),
+    "tvm": Runtime("TVM", "tvm_relax", ("apache-tvm", "onnx")),
+}
+
 
 FOLDER = ROOT / "build/runtimes"
 # For a whole runtime, an installation, and one case: TVM compiles for half a minute.
@@ -44,17 +81,16 @@ def warm() -> None:
 def run(name: str, place: Path, _: list[str]) -> None:
     """Find the runtime's version, and for each kind of file its largest error, or why it does not run."""
     runtime, folder = RUNTIMES[name], FOLDER / name
-    cases: list[files.Written] = pickle.loads((FOLDER / "files" / files.WRITTEN).read_bytes())
     found: Row = {"name": runtime.name, "version": "", "files": {}}
     try:
         (_install_npm if runtime.is_javascript else _install_pip)(runtime, folder)
-        for case in cases:
-            if case.libraries and not runtime.libraries:
+        for path in sorted((FOLDER / "files").glob("*.json")):
+            case = json.loads(path.read_text())
+            if case["libraries"] and not runtime.libraries:
                 continue
-            answer = ask(runtime, folder, case.path)
+            answer = ask(runtime, folder, path)
             found["version"] = answer.get("version", found["version"])
-            row = found["files"].setdefault(case.name, {"sizes": 0, "error": 0.0})
-            judge(row, case.outputs, answer)
+            judge(found["files"].setdefault(case["name"], {"sizes": 0, "error": 0.0}), case["outputs"], answer)
     except NotInstalled as error:
         found["reason"] = _plain(str(error))
     finally:
@@ -62,14 +98,16 @@ def run(name: str, place: Path, _: list[str]) -> None:
     place.write_text(json.dumps(found))
 
 
-def judge(row: dict[str, Any], expected: Mapping[str, np.ndarray], answer: Mapping[str, Any]) -> None:
+def judge(row: dict[str, Any], expected: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     """Add one answer to the row of its kind of file."""
     if "outputs" not in answer:
         row.setdefault("reason", _plain(answer["reason"]))
         return
-    for name, value in expected.items():
-        got = np.asarray(answer["outputs"][name]["data"], np.float64).reshape(answer["outputs"][name]["shape"])
-        if got.shape != value.shape and got.size == value.size == 1:
+    for name, wanted in expected.items():
+        got, value = (
+            np.asarray(each["data"], np.float64).reshape(each["shape"]) for each in (answer["outputs"][name], wanted)
+        )
+        if got.size == value.size == 1:
             got = got.reshape(value.shape)
         if got.shape != value.shape:
             row["wrong"] = f"output {name!r}: got shape {got.shape}, expected {value.shape}"
@@ -145,11 +183,9 @@ def _call(command: list[str], folder: Path | None = None) -> None:
 def ask(runtime: Runtime, folder: Path, case: Path) -> dict[str, Any]:
     """Return what an engine printed: its version, and outputs or the reason why there are none."""
     if runtime.is_javascript:
-        script = ROOT / "tests/runtimes/engines/javascript.mjs"
-        command, where = ["node", str(script), runtime.name, str(case.resolve())], folder
+        command, where = ["node", ROOT / "tests/runtimes/engine.mjs", runtime.name, case], folder
     else:
-        python = str(folder.absolute() / "bin/python")
-        command, where = [python, "-m", "tests.runtimes.engines", runtime.engine, str(case.resolve())], ROOT
+        command, where = [folder / "bin/python", "-m", "tests.runtimes.engine", runtime.engine, case], ROOT
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BNEXPORT_LIBRARY")}
     try:
         done = subprocess.run(

@@ -4,12 +4,9 @@ A network with convolutions (grouped, strided), sync batch norm, pooling, resizi
 bnexport writes, at two sizes each.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Mapping
@@ -31,16 +28,15 @@ SIZES = ((2, 3, 12, 12), (3, 3, 17, 10))
 # Of the largest value of an output; float32 networks of this depth stay a hundred times below it.
 BOUND = 1e-4
 RATE = 0.1
-WRITTEN = "written.pickle"
 
 
 class Net(nn.Module):
     """(N, 3, H, W) to logits (N, 5): what every runtime has, and what exporters write for sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.SyncBatchNorm) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.SyncBatchNorm(8), nn.ReLU())
-        self.down = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1, groups=2, bias=False), nn.SyncBatchNorm(8), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), norm(8), nn.ReLU())
+        self.down = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1, groups=2, bias=False), norm(8), nn.ReLU())
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +54,7 @@ class Resizing(Net):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """libraries: keys of the custom-op libraries that the file needs."""
+    """A file, its inputs and what torch computes. libraries: keys of the custom-op libraries that it needs."""
 
     name: str
     file: str
@@ -67,49 +63,32 @@ class Case:
     libraries: tuple[str, ...] = ()
 
 
-def network(kind: type[Net] = Net) -> Net:
+def network(kind: type[Net] = Net, norm: type[nn.Module] = nn.SyncBatchNorm) -> Net:
     torch.manual_seed(0)
-    model = kind()
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            nn.init.normal_(module.weight, 1, 0.2)
-            nn.init.normal_(module.bias, 0, 0.2)
-            module.running_mean.normal_(0, 0.2)
-            module.running_var.uniform_(0.5, 2)
+    model = kind(norm)
+    for module in (model.stem[1], model.down[1]):
+        nn.init.normal_(module.weight, 1, 0.2)
+        nn.init.normal_(module.bias, 0, 0.2)
+        module.running_mean.normal_(0, 0.2)
+        module.running_var.uniform_(0.5, 2)
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A case as an engine reads it: a JSON file with the model's path, inputs and the names of the outputs."""
-
-    name: str
-    path: Path
-    outputs: Mapping[str, np.ndarray]
-    libraries: tuple[str, ...]
-
-
-def make(folder: Path) -> list[Written]:
-    """Write all files anew, and a JSON file for each case."""
-    folder = folder.absolute()
+def make(folder: Path) -> None:
+    """Write all files anew, and for each case, in order, what an engine reads: a JSON file with paths and numbers."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    made = []
     for number, case in enumerate([*_inference(folder), *_training_graphs(folder), *_training_steps(folder)]):
-        path = folder / f"{number}.json"
-        inputs = {
-            name: {"dtype": value.dtype.name, "shape": list(value.shape), "data": value.ravel().tolist()}
-            for name, value in case.inputs.items()
-        }
-        record = {
-            "path": str(folder / case.file),
-            "inputs": inputs,
-            "outputs": list(case.outputs),
-            "libraries": [get_library_path(kind) for kind in case.libraries],
-        }
-        path.write_text(json.dumps(record))
-        made.append(Written(case.name, path, case.outputs, case.libraries))
-    return made
+        inputs, outputs = (
+            {
+                name: {"dtype": value.dtype.name, "shape": list(value.shape), "data": value.ravel().tolist()}
+                for name, value in values.items()
+            }
+            for values in (case.inputs, case.outputs)
+        )
+        libraries = [get_library_path(kind) for kind in case.libraries]
+        record = {"name": case.name, "path": str(folder / case.file), "libraries": libraries}
+        (folder / f"{number:02}.json").write_text(json.dumps({**record, "inputs": inputs, "outputs": outputs}))
 
 
 def _inference(folder: Path) -> list[Case]:
@@ -127,15 +106,14 @@ def _inference(folder: Path) -> list[Case]:
     for size in SIZES:
         x = torch.randn(size)
         inputs, outputs = {"x": x.numpy()}, {"output": model(x).detach().numpy()}
-        cases.append(Case("deploy, resizing", "resizing.onnx", inputs, {"output": resizing(x).detach().numpy()}))
-        for name, file, libraries in (
-            ("deploy", "deploy.onnx", ()),
-            ("kept, body", "kept.onnx", ()),
-            ("kept, library", "kept.onnx", ("ops",)),
-            ("kept, inlined", "kept_inlined.onnx", ()),
-            (NEWER, "newer.onnx", ()),
-        ):
-            cases.append(Case(name, file, inputs, outputs, libraries))
+        cases += [
+            Case("deploy, resizing", "resizing.onnx", inputs, {"output": resizing(x).detach().numpy()}),
+            Case("deploy", "deploy.onnx", inputs, outputs),
+            Case("kept, body", "kept.onnx", inputs, outputs),
+            Case("kept, library", "kept.onnx", inputs, outputs, ("ops",)),
+            Case("kept, inlined", "kept_inlined.onnx", inputs, outputs),
+            Case(NEWER, "newer.onnx", inputs, outputs),
+        ]
     return cases
 
 
@@ -153,12 +131,12 @@ def _training_graphs(folder: Path) -> list[Case]:
             for name, value in trained.state_dict().items()
             if name.endswith(("_mean", "_var", "_tracked"))
         }
-        for name, file, libraries in (
-            ("train mode, body", "train.onnx", ()),
-            ("train mode, library", "train.onnx", ("ops",)),
-            ("train mode, inlined", "train_inlined.onnx", ()),
-        ):
-            cases.append(Case(name, file, {"x": x.numpy()}, outputs, libraries))
+        inputs = {"x": x.numpy()}
+        cases += [
+            Case("train mode, body", "train.onnx", inputs, outputs),
+            Case("train mode, library", "train.onnx", inputs, outputs, ("ops",)),
+            Case("train mode, inlined", "train_inlined.onnx", inputs, outputs),
+        ]
     return cases
 
 
@@ -192,8 +170,4 @@ def _training_steps(folder: Path) -> list[Case]:
 
 
 if __name__ == "__main__":
-    destination = Path(sys.argv[1])
-    # By its module's name, under which the class is found again.
-    from tests.runtimes.files import make as made
-
-    (destination / WRITTEN).write_bytes(pickle.dumps(made(destination)))
+    make(Path(sys.argv[1]).absolute())

@@ -1,7 +1,5 @@
 """Comparisons against the float64 oracle with the bounds of bnexport.tolerances; marks for what an older torch lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

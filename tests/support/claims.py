@@ -1,7 +1,5 @@
 """Prove a fold by what its report claims, as `fold` and an export do, without a search."""
 
-from __future__ import annotations
-
 from bnexport.folding.report import FoldReport
 from bnexport.model_io import load
 from bnexport.model_io.read import Source

@@ -1,7 +1,5 @@
 """Context of a rule, as a fold opens it for the main graph."""
 
-from __future__ import annotations
-
 import onnx
 import onnx_ir as ir
 

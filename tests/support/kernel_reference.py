@@ -26,8 +26,6 @@ MMCV divides by G although empty processes add nothing; then k = (non-empty) / G
 d var / dx = 2 lambda ((x - mean) - (1 - k) mean), and A becomes A - (1 - k) * invstd * mean * B.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

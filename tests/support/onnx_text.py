@@ -1,9 +1,8 @@
 """Models in ONNX text, their parameters from a seed, and a float64 oracle."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -115,41 +114,30 @@ def in_double(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The same model with every float32 a float64."""
     double = onnx.ModelProto()
     double.CopyFrom(proto)
-
-    def graph(target: onnx.GraphProto) -> None:
-        for value in (*target.input, *target.output, *target.value_info):
-            if value.type.tensor_type.elem_type == FLOAT:
-                value.type.tensor_type.elem_type = DOUBLE
-        for tensor in target.initializer:
-            widen(tensor)
-        for node in target.node:
-            attributes(node)
-
-    def attributes(node: onnx.NodeProto) -> None:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                widen(attribute.t)
-            if attribute.HasField("g"):
-                graph(attribute.g)
-            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == FLOAT:
-                attribute.i = DOUBLE
-            if node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-                number = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-                attribute.CopyFrom(
-                    onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.asarray(number, np.float64)))
-                )
-
-    def widen(tensor: onnx.TensorProto) -> None:
-        if tensor.data_type == FLOAT:
-            tensor.CopyFrom(
-                onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
-            )
-
-    graph(double.graph)
-    for function in double.functions:
-        for node in function.node:
-            attributes(node)
+    _widen(double)
     return double
+
+
+def _widen(message: Any) -> None:
+    """Widen tensors, types, and what Cast and Constant make, in a message and those in it."""
+    if isinstance(message, onnx.TensorProto):
+        if message.data_type == FLOAT:
+            values = onnx.numpy_helper.to_array(message).astype(np.float64)
+            message.CopyFrom(onnx.numpy_helper.from_array(values, message.name))
+        return
+    if isinstance(message, onnx.TypeProto.Tensor) and message.elem_type == FLOAT:
+        message.elem_type = DOUBLE
+    for attribute in message.attribute if isinstance(message, onnx.NodeProto) else ():
+        if message.op_type == "Cast" and attribute.name == "to" and attribute.i == FLOAT:
+            attribute.i = DOUBLE
+        if message.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+            number = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+            value = onnx.numpy_helper.from_array(np.asarray(number, np.float64))
+            attribute.CopyFrom(onnx.helper.make_attribute("value", value))
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for each in value if hasattr(value, "__len__") else [value]:
+                _widen(each)
 
 
 def exact(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -1,7 +1,5 @@
 """A process on a pseudo-terminal: what the terminal receives of it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -5,8 +5,6 @@ operators that the dispatcher knows. For a small network both take longer than t
 on the network: the first depends on the opset, the second on which operators are registered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """How much a function does, counted and not timed: the same on a busy machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -7,8 +7,6 @@ that nothing of the checkout is imported. They are removed after their row, unle
 benchmarks/results/torch_versions.json, from which docs/support.md has its table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The lines of docs/guides/two_steps.md: here, and (slow) in an environment that bnexport cannot be installed in."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A test that fails here says that this torch no longer needs the workaround. It g
 (`make campaign RUN=torch` runs these tests in each).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds a model of the catalogue: its library's own SyncBN conversion, statistics as after training."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import tempfile
@@ -32,7 +30,7 @@ def make(entry: Entry) -> Pair:
     """The models of an entry in eval mode, with statistics of a forward in train mode, changed at random."""
     torch.manual_seed(0)
     plain = build(entry).eval()
-    _as_trained(plain, torch.randn(max(4, entry.shape[0]), *entry.shape[1:]))
+    as_trained(plain, torch.randn(max(4, entry.shape[0]), *entry.shape[1:]))
     sync = plain
     if entry.conversion == "timm":
         from timm.layers import convert_sync_batchnorm
@@ -121,7 +119,7 @@ def _batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "running_mean") and hasattr(module, "momentum")]
 
 
-def _as_trained(model: nn.Module, x: torch.Tensor) -> None:
+def as_trained(model: nn.Module, x: torch.Tensor) -> None:
     """Statistics of one batch, off by up to a factor, and weights that are neither zero nor all one."""
     norms = [norm for norm in _batch_norms(model) if norm.running_mean is not None]
     for norm in norms:

@@ -1,7 +1,5 @@
 """The architectures of the zoo: smallest variants, small inputs, no weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable

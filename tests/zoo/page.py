@@ -1,23 +1,25 @@
 """The zoo: each architecture through every export (`python -m tests.campaign zoo`), and the page of the results, docs/zoo.md."""
 
-from __future__ import annotations
-
 import collections
 import json
 import re
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import behind_summary, table
 from tests.campaign.table import Campaign
-from tests.zoo import catalogue, verdicts
+from tests.zoo import catalogue
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 EXPORTERS = ("dynamo", "torchscript")
-ALL = (*verdicts.WAYS, *verdicts.PLAIN)
+WAYS = ("deploy dynamo", "deploy torchscript", "kept dynamo", "kept torchscript")
+FILES = ("deploy .pt", "deploy .pt2")
+PLAIN = ("plain dynamo", "plain torchscript")
+# The worst first.
+ORDER = ("wrong", "fails", "failed", "refused", "stopped", "missing", "right")
+ALL = (*WAYS, *PLAIN)
 Result = dict[str, Any]
 
 HEAD = """# Architectures that were tried
@@ -46,7 +48,7 @@ JUDGED = """## How they were judged
 `make campaign RUN=zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
 """
 
-FILES = """A `.pt` file is scripted, else traced; a `.pt2` file is a program of torch.export. Both are compared with the untouched
+IN_FILES = """A `.pt` file is scripted, else traced; a `.pt2` file is a program of torch.export. Both are compared with the untouched
 model, a trace at the example's size only, a program at those of the other sizes that it takes. ONNX is the better one of both
 exporters. A batch norm of a part that the forward does not call, such as an auxiliary head, is no part of an ONNX file; in the others
 it counts as left. The `.pt` way needs a forward that torch.fx can trace; a submodule that it cannot trace keeps its batch norms."""
@@ -63,36 +65,78 @@ TITLES = {
 }
 
 
+def of_way(result: dict[str, Any], name: str) -> str:
+    """right; wrong; fails at a size that the file declares; failed or refused to export; stopped; missing; for `kept`, folded too."""
+    way = result["ways"].get(name)
+    if way is None:
+        return "missing"
+    found = [way["status"]]
+    if "fold" in way:
+        found.append(way["fold"]["status"])
+    return min(found, key=ORDER.index)
+
+
+def of_model(result: dict[str, Any]) -> str:
+    """The worst of all ways; "unbuilt" where the model could not be built or run."""
+    if not result["ways"] and result.get("died"):
+        return "unbuilt"
+    return min((of_way(result, name) for name in WAYS), key=ORDER.index)
+
+
+def line(result: dict[str, Any]) -> str:
+    """One line for a terminal."""
+    ways = " ".join(f"{name.replace(' ', '/')}={of_way(result, name)}" for name in WAYS)
+    plain = " ".join(f"{name.replace(' ', '/')}={of_way(result, name)}" for name in PLAIN)
+    died = f" died: {result['died'][-200:]!r}" if result.get("died") else ""
+    return f"{of_model(result):8} {result['name']} {result.get('wall_seconds')} s: {ways} {plain}{died}"
+
+
 def exported(way: Result | None) -> bool:
     return way is not None and way["status"] in ("right", "wrong", "fails")
+
+
+def is_fixed(way: Result) -> bool:
+    """Whether the file is right, at sizes that it fixes."""
+    return way["status"] == "right" and bool(way.get("fixed") or way.get("dynamic") is False)
 
 
 def word(way: Result | None, verdict: str) -> str:
     """A cell: the verdict, batch norms left, nodes and seconds."""
     if way is None or not exported(way):
         return "not reached" if verdict == "missing" else verdict
-    fixed = " fixed" if verdict == "right" and (way.get("fixed") or way.get("dynamic") is False) else ""
+    fixed = " fixed" if verdict == "right" and is_fixed(way) else ""
     left = f", {way['batch_norm_nodes']} left" if way["batch_norm_nodes"] else ""
     return f"{verdict}{fixed}{left}, {way['nodes']} nodes, {way['seconds']:.0f} s"
 
 
-def libraries(results: Iterable[Result]) -> str:
+def _groups(results: list[Result]) -> dict[str, list[Result]]:
+    """Results by the title of their library, and all of them."""
+    groups = {title: [each for each in results if each["name"].startswith(f"{key}:")] for key, title in TITLES.items()}
+    return {title: members for title, members in {**groups, "all": results}.items() if members}
+
+
+def _counts(results: list[Result], way: str) -> collections.Counter[str]:
+    return collections.Counter(of_way(each, way) for each in results)
+
+
+def _norms(result: Result, way: str) -> int | None:
+    """Batch norms in the file of a way; None where there is none."""
+    found = result["ways"].get(way)
+    return found["batch_norm_nodes"] if found and exported(found) else None
+
+
+def libraries(results: list[Result]) -> str:
     """A row for each library: models, and how many of them each way wrote right."""
-    shown = list(results)
-    groups = {title: [each for each in shown if each["name"].startswith(f"{key}:")] for key, title in TITLES.items()}
     rows = []
-    for name, members in {**groups, "all": shown}.items():
-        if not members:
-            continue
-        found = {way: collections.Counter(verdicts.of_way(each, way) for each in members) for way in ALL}
-        left = sum(1 for each in members if any(_left(each, exporter) for exporter in EXPORTERS))
-        cells = [str(len(members))]
+    for name, members in _groups(results).items():
+        cells = []
         for way in ALL:
-            tried = len(members) - found[way]["missing"]
-            cells.append(f"{found[way]['right']} of {tried}" if tried else "-")
-        rows.append([name, *cells, str(left)])
-    header = ["library", "models", *(_label(way) for way in ALL), "batch norms left, models"]
-    return table(header, rows)
+            found = _counts(members, way)
+            tried = len(members) - found["missing"]
+            cells.append(f"{found['right']} of {tried}" if tried else "-")
+        left = sum(any(_norms(each, f"deploy {exporter}") for exporter in EXPORTERS) for each in members)
+        rows.append([name, str(len(members)), *cells, str(left)])
+    return table(["library", "models", *map(_label, ALL), "batch norms left, models"], rows)
 
 
 def _label(way: str) -> str:
@@ -100,57 +144,35 @@ def _label(way: str) -> str:
     return f"`torch.onnx.export`, {exporter}" if kind == "plain" else f"{kind}, {exporter}"
 
 
-def _left(result: Result, exporter: str) -> int:
-    way = result["ways"].get(f"deploy {exporter}")
-    return way["batch_norm_nodes"] if way and exported(way) else 0
-
-
-def summary(results: Iterable[Result]) -> str:
+def summary(results: list[Result]) -> str:
     """A row for each way out over all models."""
-    results = list(results)
     rows = []
     for name in ALL:
-        ways = [each["ways"].get(name) for each in results]
-        found = collections.Counter(verdicts.of_way(each, name) for each in results)
-        fixed = sum(
-            1 for way in ways if way and way["status"] == "right" and (way.get("fixed") or way.get("dynamic") is False)
-        )
-        left = sum(1 for way in ways if exported(way) and way["batch_norm_nodes"])
+        ways = [each["ways"][name] for each in results if name in each["ways"]]
+        found, fixed = _counts(results, name), sum(map(is_fixed, ways))
+        left = sum(1 for each in results if _norms(each, name))
         counts = [found[each] for each in ("right", "wrong", "fails", "refused", "failed", "stopped", "missing")]
         rows.append([_label(name), *map(str, (counts[0] - fixed, fixed, *counts[1:], left))])
-    header = [
-        "",
-        "right",
-        "right, fixed sizes",
-        "wrong",
-        "fails",
-        "refused",
-        "failed",
-        "stopped",
-        "not reached",
-        "with batch norms left",
-    ]
-    return table(header, rows)
+    header = "|right|right, fixed sizes|wrong|fails|refused|failed|stopped|not reached|with batch norms left"
+    return table(header.split("|"), rows)
 
 
-def ratios(results: Iterable[Result]) -> str:
+def ratios(results: list[Result]) -> str:
     """Nodes and time against plain export with the same exporter, where both are right."""
     rows = []
     for exporter in EXPORTERS:
         pairs = [(each["ways"].get(f"deploy {exporter}"), each["ways"].get(f"plain {exporter}")) for each in results]
         both = [(ours, plain) for ours, plain in pairs if exported(ours) and exported(plain)]
-        if not both:
-            continue
         cells = [exporter, str(len(both))]
-        for key in ("nodes", "seconds"):
+        for key in ("nodes", "seconds") if both else ():
             found = [ours[key] / max(plain[key], 0.01) for ours, plain in both]
             cells += [f"{statistics.median(found):.2f}", f"{max(found):.2f}"]
-        rows.append(cells)
+        rows += [cells] if both else []
     header = ["exporter", "models", "nodes, median", "largest", "seconds with verification, median", "largest"]
     return table(header, rows)
 
 
-def parity(results: Iterable[Result]) -> str:
+def parity(results: list[Result]) -> str:
     """The share that bnexport exports of what torch.onnx.export does."""
     lines = []
     for exporter in EXPORTERS:
@@ -160,33 +182,34 @@ def parity(results: Iterable[Result]) -> str:
     return f"Of the models that `torch.onnx.export` exports, bnexport exports, for deployment: {'; '.join(lines)}."
 
 
-def in_files(results: Iterable[Result]) -> str:
+def in_files(results: list[Result]) -> str:
     """Batch norms left in ONNX, TorchScript and pt2 files, and the models with more in one of these."""
-    tried = [
-        each
-        for each in results
-        if any(way in each["ways"] for way in verdicts.FILES)
-        and any(_norms(each, f"deploy {exporter}") is not None for exporter in EXPORTERS)
-    ]
-    groups = {title: [each for each in tried if each["name"].startswith(f"{key}:")] for key, title in TITLES.items()}
+
+    def in_onnx(result: Result) -> int | None:
+        counts = [_norms(result, f"deploy {exporter}") for exporter in EXPORTERS]
+        return min((count for count in counts if count is not None), default=None)
+
+    tried = [each for each in results if any(way in each["ways"] for way in FILES) and in_onnx(each) is not None]
     rows, more = [], []
-    for name, members in {**groups, "all": tried}.items():
-        if members:
-            found = {way: collections.Counter(verdicts.of_way(each, way) for each in members) for way in verdicts.FILES}
-            right = [
-                f"{found[way]['right']} of {len(members) - found[way]['missing']}, {found[way]['wrong']} wrong"
-                for way in verdicts.FILES
-            ]
-            both = [each for each in members if all(_norms(each, way) is not None for way in verdicts.FILES)]
-            left = [sum(map(_in_onnx, both)), *(sum(_norms(each, way) or 0 for each in both) for way in verdicts.FILES)]
-            rows.append([name, str(len(members)), *right, str(len(both)), *map(str, left)])
+    for name, members in _groups(tried).items():
+        found = {way: _counts(members, way) for way in FILES}
+        right = [
+            f"{counts['right']} of {len(members) - counts['missing']}, {counts['wrong']} wrong"
+            for counts in found.values()
+        ]
+        both = [each for each in members if all(_norms(each, way) is not None for way in FILES)]
+        left = [
+            sum(in_onnx(each) or 0 for each in both),
+            *(sum(_norms(each, way) or 0 for each in both) for way in FILES),
+        ]
+        rows.append([name, str(len(members)), *right, str(len(both)), *map(str, left)])
     for each in tried:
-        counts = [_norms(each, way) for way in verdicts.FILES]
-        if any(count is not None and count > _in_onnx(each) for count in counts):
-            way = max(verdicts.FILES, key=lambda way: _norms(each, way) or 0)
+        counts, least = [_norms(each, way) for way in FILES], in_onnx(each) or 0
+        if any(count is not None and count > least for count in counts):
+            way = max(FILES, key=lambda way: _norms(each, way) or 0)
             why = collections.Counter(text for _, _, text in each["ways"][way]["kept"]).most_common(1)
             shown = ["-" if count is None else str(count) for count in counts]
-            more.append([each["name"], str(_in_onnx(each)), *shown, cell(why[0][0] if why else "")])
+            more.append([each["name"], str(least), *shown, cell(why[0][0] if why else "")])
     header = [
         "library",
         "models",
@@ -201,39 +224,30 @@ def in_files(results: Iterable[Result]) -> str:
     return f"{table(header, rows)}\n\nModels with more of them than in ONNX:\n\n{worse}"
 
 
-def _norms(result: Result, way: str) -> int | None:
-    found = result["ways"].get(way)
-    return found["batch_norm_nodes"] if found and exported(found) else None
-
-
-def _in_onnx(result: Result) -> int:
-    return min(count for exporter in EXPORTERS if (count := _norms(result, f"deploy {exporter}")) is not None)
-
-
-def models(results: Iterable[Result]) -> str:
+def models(results: list[Result]) -> str:
     header = ["model (conversion)", *ALL]
     rows = []
     for each in results:
-        cells = [word(each["ways"].get(name), verdicts.of_way(each, name)) for name in header[1:]]
+        cells = [word(each["ways"].get(name), of_way(each, name)) for name in header[1:]]
         mark = ", changed by the conversion" if "changed_by_conversion" in each else ""
         rows.append([each["name"] + mark, *cells])
     return table(header, rows, left=len(header))
 
 
-def reasons(results: Iterable[Result]) -> str:
+def reasons(results: list[Result]) -> str:
     """Batch norms that are left, with the reason, by model."""
     rows = []
     for each in results:
         for exporter in EXPORTERS:
-            way = each["ways"].get(f"deploy {exporter}")
-            if way and exported(way) and way["batch_norm_nodes"]:
-                found = collections.Counter(f"{outcome}: {why or 'no reason'}" for outcome, _, why in way["kept"])
+            if left := _norms(each, f"deploy {exporter}"):
+                kept = each["ways"][f"deploy {exporter}"]["kept"]
+                found = collections.Counter(f"{outcome}: {why or 'no reason'}" for outcome, _, why in kept)
                 why = "; ".join(f"{count} x {text}" for text, count in found.most_common(3))
-                rows.append([each["name"], exporter, str(way["batch_norm_nodes"]), cell(why)])
+                rows.append([each["name"], exporter, str(left), cell(why)])
     return table(["model", "exporter", "left", "why"], rows, left=4) if rows else "None."
 
 
-def restated(results: Iterable[Result]) -> str:
+def restated(results: list[Result]) -> str:
     """What `leftover="conv"` leaves of the models above."""
     found = [way["restated"] for each in results for way in each["ways"].values() if "restated" in way]
     right = [each for each in found if each["status"] == "right" and not each["batch_norm_nodes"]]
@@ -244,12 +258,12 @@ def restated(results: Iterable[Result]) -> str:
     )
 
 
-def errors(results: Iterable[Result]) -> str:
+def errors(results: list[Result]) -> str:
     """What was not exported, and what was wrong, with the message."""
     rows = []
     for each in results:
         for name, way in each["ways"].items():
-            verdict = verdicts.of_way(each, name)
+            verdict = of_way(each, name)
             if verdict == "right" or name.startswith("plain"):
                 continue
             said = way.get("error") or str({**way.get("errors", {}), **way.get("fold", {}).get("errors", {})})
@@ -266,7 +280,7 @@ def cell(text: str) -> str:
 
 def render(results: dict[str, Result]) -> str:
     shown = [each for _, each in sorted(results.items())]
-    built = [each for each in shown if verdicts.of_model(each) != "unbuilt"]
+    built = [each for each in shown if of_model(each) != "unbuilt"]
     parts = [
         HEAD,
         f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run, "
@@ -278,7 +292,7 @@ def render(results: dict[str, Result]) -> str:
         f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
         f"## Not right\n\n{errors(shown)}",
         f"## Batch norms that are left\n\n{reasons(built)}\n\n{restated(built)}",
-        f"## TorchScript and pt2 files\n\n{FILES}\n\n{in_files(built)}",
+        f"## TorchScript and pt2 files\n\n{IN_FILES}\n\n{in_files(built)}",
         f"## All models\n\n{models(built)}",
     ]
     return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"
@@ -294,10 +308,10 @@ CAMPAIGN = Campaign(
     cases=lambda: [entry.name for entry in catalogue.entries()],
     trial="tests.zoo.trial",
     results=RESULTS,
-    ways=(*verdicts.WAYS, *verdicts.PLAIN, *verdicts.FILES),
+    ways=(*WAYS, *PLAIN, *FILES),
     environment="frameworks",
-    verdict=verdicts.of_model,
-    line=verdicts.line,
+    verdict=of_model,
+    line=line,
     bad=("wrong", "fails"),
     page=lambda: PAGE.write_text(render(json.loads(RESULTS.read_text()))),
     cost=cost,

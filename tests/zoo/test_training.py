@@ -1,14 +1,12 @@
 """The training zoo notices what it is there for, and its page is its result."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 
 from tests.zoo.training import networks, page
-from tests.zoo.training.verdicts import judged
+from tests.zoo.training.trial import judged
 
 OWN, JUMP = [1e-6, 1e-6, 1e-8, 1e-8], [1e-3, 1e-6, 1e-8, 1e-8]
 

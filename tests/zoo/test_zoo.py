@@ -1,7 +1,5 @@
 """The zoo notices what it is there for, and its page is its result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.support.onnx_text import model
-from tests.zoo import catalogue, page, verdicts
+from tests.zoo import catalogue, page
 from tests.zoo.trial import Trial
 
 FILES = {
@@ -25,8 +23,7 @@ FILES = {
 def trial(tmp_path: Path) -> Trial:
     entry = catalogue.Entry("none", "none", "", (2, 3, 8, 8), ((1, 3, 4, 6),))
     made = Trial(entry, tmp_path / "result.json")
-    for shape in (entry.shape, *entry.others):
-        made._remember(nn.ReLU(), shape)
+    made.remember(nn.ReLU())
     return made
 
 
@@ -34,13 +31,13 @@ def trial(tmp_path: Path) -> Trial:
 def test_a_file_is_judged_at_every_size_that_it_declares(verdict: str, trial: Trial, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(model(f"g (float[N,3,H,W] x) => (float[N,3,A,B] y) {{ {FILES[verdict]} }}", {}), path)
-    assert trial._judged(path)["status"] == verdict
+    assert trial.judged(path)["status"] == verdict
 
 
 def test_a_size_that_is_declared_fixed_is_left_out(trial: Trial, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(model("g (float[2,3,8,8] x) => (float[A,3,B,C] y) { y = Relu (x) }", {}), path)
-    judged = trial._judged(path)
+    judged = trial.judged(path)
     assert judged["status"] == "right" and judged["fixed"] == [0, 2, 3] and len(judged["errors"]) == 1
 
 
@@ -56,11 +53,11 @@ def test_one_wrong_value_is_seen(trial: Trial) -> None:
 
 
 def test_the_worst_way_is_the_verdict() -> None:
-    ways = {name: {"status": "right", "nodes": 1, "batch_norm_nodes": 0, "seconds": 1.0} for name in verdicts.WAYS}
+    ways = {name: {"status": "right", "nodes": 1, "batch_norm_nodes": 0, "seconds": 1.0} for name in page.WAYS}
     result = {"name": "a", "ways": ways}
-    assert verdicts.of_model(result) == "right"
+    assert page.of_model(result) == "right"
     ways["kept dynamo"] = {**ways["kept dynamo"], "fold": {"status": "wrong"}}
-    assert verdicts.of_way(result, "kept dynamo") == verdicts.of_model(result) == "wrong"
+    assert page.of_way(result, "kept dynamo") == page.of_model(result) == "wrong"
 
 
 def test_the_catalogue() -> None:
@@ -79,23 +76,21 @@ def test_the_page_is_its_result() -> None:
 def test_nothing_is_wrong() -> None:
     """No file that was written is wrong, or fails at a size that it declares."""
     for result in json.loads(page.RESULTS.read_text()).values():
-        for name in verdicts.WAYS:
-            assert verdicts.of_way(result, name) not in ("wrong", "fails"), f"{result['name']}, {name}"
+        for name in page.WAYS:
+            assert page.of_way(result, name) not in ("wrong", "fails"), f"{result['name']}, {name}"
 
 
-def test_a_way_that_takes_too_long_is_stopped(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.zoo.trial.SECONDS_OF_A_WAY", 0.05)
-
-    def never(model: nn.Module) -> dict[str, str]:
+def test_a_way_that_takes_too_long_is_stopped(trial: Trial) -> None:
+    def never(folder: Path) -> dict[str, str]:
         while True:
             pass
 
-    trial._way("deploy dynamo", never, nn.ReLU())
-    assert (
-        trial.result["ways"]["deploy dynamo"]["status"] == verdicts.of_way(trial.result, "deploy dynamo") == "stopped"
-    )
+    trial.seconds = 0.05
+    trial.go("deploy dynamo", never)
+    found = trial.result["ways"]["deploy dynamo"]
+    assert found["status"] == page.of_way(trial.result, "deploy dynamo") == "stopped"
 
 
 def test_a_conversion_that_drops_an_activation_is_seen(trial: Trial) -> None:
-    assert trial._changed(nn.ReLU()) == 0
-    assert trial._changed(nn.Identity()) > 0.1
+    assert trial.changed(nn.ReLU()) == 0
+    assert trial.changed(nn.Identity()) > 0.1

@@ -4,11 +4,10 @@ Rewrites the JSON object of its row after each stage, so that a stage that kills
 Errors are the largest difference from the untouched model over the largest value of that output.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
+import functools
 import importlib
 import json
 import signal
@@ -38,117 +37,114 @@ FORMATS = {"pt": "torchscript", "pt2": "pt2"}
 # A larger error is compared with that of the untouched model in float32.
 BOUND = 1e-4
 OWN_ERRORS = 8.0
-# Of processor time. A way that takes longer is stopped; others of the model still run.
-SECONDS_OF_A_WAY = 200
 # Of a model.
 SECONDS = 1500
-LIBRARIES = (
-    "timm",
-    "torchvision",
-    "segmentation_models_pytorch",
-    "transformers",
-    "mmseg.models",
-    "mmdet.models",
-    "mmpretrain.models",
-    "ultralytics.nn.tasks",
-)
+LIBRARIES = "timm torchvision segmentation_models_pytorch transformers mmseg.models mmdet.models mmpretrain.models ultralytics.nn.tasks"
 
 
 class Stopped(BaseException):
     """The time of a way is over. Not an Exception, so that no exporter catches it."""
 
 
-class Trial:
-    """The stages of one entry, collected in `result`."""
+class Ways:
+    """The ways of one case, collected in `result`."""
+
+    # Of processor time. A way that takes longer is stopped; others of the case still run.
+    seconds: float
+
+    def __init__(self, place: Path, name: str, shape: tuple[int, ...], names: Sequence[str] = ()) -> None:
+        """names: of the ways to go; all where none is given."""
+        self.place, self.names = place, names
+        self.result: dict[str, Any] = {"name": name, "shape": shape, "ways": {}}
+
+    def save(self, **more: Any) -> None:
+        self.result |= more
+        self.place.write_text(json.dumps(self.result))
+
+    def go(self, name: str, way: Callable[[Path], dict[str, Any]]) -> None:
+        """Go one way, in a folder of its own."""
+        if self.names and name not in self.names:
+            return
+        begin = time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with limited(self.seconds):
+                    found = way(Path(folder))
+            except BnexportError as error:
+                said = str(error).replace(f"{folder}/", "")
+                found = {"status": "refused", "error": f"{type(error).__name__}: {said[:1200]}"}
+            except Exception as error:
+                found = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
+            except Stopped:
+                found = {"status": "stopped", "error": f"not done after {self.seconds} s of processor time"}
+        self.result["ways"][name] = found | {"total_seconds": round(time.process_time() - begin, 1)}
+        self.save()
+
+
+class Trial(Ways):
+    """One model of the zoo through every way out."""
+
+    seconds = 200
 
     def __init__(self, entry: catalogue.Entry, place: Path, names: Sequence[str] = ()) -> None:
-        """names: of the ways to go; all where none is given."""
-        self.entry, self.place, self.names = entry, place, names
-        self.result: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "ways": {}}
+        super().__init__(place, entry.name, entry.shape, names)
+        self.entry = entry
         self.expected: dict[tuple[int, ...], tuple[torch.Tensor, list[np.ndarray], float]] = {}
-
-    def save(self) -> None:
-        self.place.write_text(json.dumps(self.result))
 
     def run(self) -> None:
         pair = building.make(self.entry)
         self.result["batch_norms"] = pair.batch_norms
         self.result["parameters"] = sum(value.numel() for value in pair.plain.parameters())
-        for shape in (self.entry.shape, *self.entry.others):
-            self._remember(pair.plain, shape)
+        self.remember(pair.plain)
         if self.entry.shape not in self.expected:
             raise SystemExit(f"{self.entry.name} does not run on {self.entry.shape}: {self.result.get('does_not_run')}")
-        if self.entry.conversion == "torch" and (changed := self._changed(pair.sync)) > BOUND:
+        if self.entry.conversion == "torch" and (changed := self.changed(pair.sync)) > BOUND:
             self.result["changed_by_conversion"] = float(f"{changed:.3g}")
-            for shape in list(self.expected):
-                self._remember(pair.sync, shape)
+            self.remember(pair.sync)
         self.save()
-        example = self.expected[self.entry.shape][0]
-        with tempfile.TemporaryDirectory() as folder:
-            for exporter in EXPORTERS:
-                for name, function in (("deploy", self._deploy), ("plain", self._plain), ("kept", self._kept)):
-                    self._way(f"{name} {exporter}", function, pair.sync, example, Path(folder), exporter)
-            for format in FORMATS:
-                self._way(f"deploy .{format}", self._module_file, pair.sync, example, Path(folder), format)
-        self.result["finished"] = True
-        self.save()
+        for exporter in EXPORTERS:
+            for name, function in (("deploy", self.deploy), ("plain", self._plain), ("kept", self.kept)):
+                self.go(f"{name} {exporter}", functools.partial(function, pair.sync, exporter))
+        for format in FORMATS:
+            self.go(f"deploy .{format}", functools.partial(self._module_file, pair.sync, format))
+        self.save(finished=True)
 
-    def _changed(self, converted: nn.Module) -> float:
+    @property
+    def example(self) -> torch.Tensor:
+        return self.expected[self.entry.shape][0]
+
+    def changed(self, converted: nn.Module) -> float:
         """The error of the converted model: torch's conversion drops what a subclass of batch norm does besides."""
         x, expected, _ = self.expected[self.entry.shape]
         with torch.no_grad():
             return _error(_flat(converted(x)), expected)
 
-    def _remember(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """The outputs of the reference, and its own error there, in the units of errors."""
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        try:
-            with torch.no_grad():
-                expected = _flat(model(x))
-        except Exception as error:
-            self.result.setdefault("does_not_run", {})[str(shape)] = first_line(error)[:200]
-            return
-        self.expected[shape] = (x, expected, _own_error(model, x, expected))
+    def remember(self, model: nn.Module) -> None:
+        """The outputs of the reference at each size, and its own error there, in the units of errors."""
+        for shape in (self.entry.shape, *self.entry.others):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            try:
+                with torch.no_grad():
+                    expected = _flat(model(x))
+            except Exception as error:
+                self.result.setdefault("does_not_run", {})[str(shape)] = first_line(error)[:200]
+                continue
+            self.expected[shape] = (x, expected, _own_error(model, x, expected))
 
-    def _way(self, name: str, function: Callable[..., dict[str, Any]], model: nn.Module, *arguments: Any) -> None:
-        """Goes one way with a copy of the model, for some keep what an earlier trace left in them."""
-        if self.names and name not in self.names:
-            return
-        begin, way = time.perf_counter(), {}
-        try:
-            with limited(SECONDS_OF_A_WAY):
-                way = function(_fresh(model), *arguments)
-        except BnexportError as error:
-            way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
-        except Exception as error:
-            way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
-        except Stopped:
-            way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
-        way["total_seconds"] = round(time.perf_counter() - begin, 2)
-        self.result["ways"][name] = way
-        self.save()
-
-    def _deploy(self, model: nn.Module, x: torch.Tensor, folder: Path, exporter: str) -> dict[str, Any]:
-        path = folder / f"deploy_{exporter}.onnx"
+    def deploy(self, model: nn.Module, exporter: str, folder: Path) -> dict[str, Any]:
+        path = folder / "deploy.onnx"
         begin = time.perf_counter()
-        result = bnexport.export(model, x, path, exporter=exporter)
-        seconds = time.perf_counter() - begin
-        report = result.report
-        restated = self._restated(path, folder / f"restated_{exporter}.onnx") if report.after.batch_norm else {}
-        return {
-            **_described(path, seconds),
-            **self._judged(path),
-            **restated,
-            "notes": [note[:300] for note in result.notes],
-            "verification": result.verification.status,
-            "kept": [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40],
-            "batch_norms_kept": report.after.batch_norm,
-        }
+        result = bnexport.export(_fresh(model), self.example, path, exporter=exporter)
+        way = self._file(path, time.perf_counter() - begin)
+        way |= self._restated(path, folder / "restated.onnx") if result.report.after.batch_norm else {}
+        way |= {"notes": [note[:300] for note in result.notes], "verification": result.verification.status}
+        return way | {"kept": _kept(result.report), "batch_norms_kept": result.report.after.batch_norm}
 
-    def _module_file(self, model: nn.Module, x: torch.Tensor, folder: Path, format: str) -> dict[str, Any]:
+    def _module_file(self, model: nn.Module, format: str, folder: Path) -> dict[str, Any]:
         path = folder / f"deploy.{format}"
         begin = time.perf_counter()
-        result = bnexport.export(model, x, path, format=FORMATS[format], verify=False)  # compared here
+        # Compared here.
+        result = bnexport.export(_fresh(model), self.example, path, format=FORMATS[format], verify=False)
         seconds = time.perf_counter() - begin
         load = torch.export.load(str(path)).module() if format == "pt2" else torch.jit.load(str(path))
         status, errors = "right", {}
@@ -159,7 +155,7 @@ class Trial:
                 errors[str(shape)] = error = _error(_flat(load(feed)), expected)
                 status = status if error <= max(BOUND, OWN_ERRORS * own) else "wrong"
         report = result.report  # None where nothing can be folded
-        kept = [] if report is None else [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40]
+        kept = [] if report is None else _kept(report)
         return {
             "status": status if errors else "fails",
             "errors": {shape: float(f"{error:.3g}") for shape, error in errors.items()},
@@ -173,47 +169,48 @@ class Trial:
         verification = bnexport.fold(path, target, leftover="conv").report.verification
         proved = sum(site.method == "proved" for site in verification.sites)
         verdict = {"verification": verification.status, "proved": proved, "sites": len(verification.sites)}
-        return {"restated": {**_described(target, 0.0), **self._judged(target), **verdict}}
+        return {"restated": {**self._file(target), **verdict}}
 
-    def _kept(self, model: nn.Module, x: torch.Tensor, folder: Path, exporter: str) -> dict[str, Any]:
-        path, folded = folder / f"kept_{exporter}.onnx", folder / f"folded_{exporter}.onnx"
+    def kept(self, model: nn.Module, exporter: str, folder: Path) -> dict[str, Any]:
+        path, folded = folder / "kept.onnx", folder / "folded.onnx"
         begin = time.perf_counter()
-        result = bnexport.export(model, x, path, exporter=exporter, mode="custom_op")
-        seconds = time.perf_counter() - begin
-        way = {**_described(path, seconds), **self._judged(path), "verification": result.verification.status}
+        result = bnexport.export(_fresh(model), self.example, path, exporter=exporter, mode="custom_op")
+        way = {**self._file(path, time.perf_counter() - begin), "verification": result.verification.status}
         way["notes"] = [note[:300] for note in result.notes]
-        done = bnexport.fold(path, folded)
-        status = "none" if done.report.verification is None else done.report.verification.status
-        return way | {"fold": {**_described(folded, 0.0), **self._judged(folded), "verification": status}}
+        done = bnexport.fold(path, folded).report.verification
+        return way | {"fold": {**self._file(folded), "verification": "none" if done is None else done.status}}
 
-    def _plain(self, model: nn.Module, x: torch.Tensor, folder: Path, exporter: str) -> dict[str, Any]:
-        path, way = folder / f"plain_{exporter}.onnx", {}
+    def _plain(self, model: nn.Module, exporter: str, folder: Path) -> dict[str, Any]:
+        """torch.onnx.export with dynamic sizes, and with static ones where it cannot make that."""
+        path, way, x = folder / "plain.onnx", {}, self.example
         axes = {0: "batch"} | {axis: f"size{axis}" for axis in range(2, x.dim())}
         for dynamic in (True, False):
             begin = time.perf_counter()
+            if exporter == "dynamo":
+                sizes = (dict.fromkeys(axes, torch.export.Dim.DYNAMIC),) if dynamic else None
+                options = {"dynamo": True, "dynamic_shapes": sizes, "verbose": False}
+            else:
+                options = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": axes} if dynamic else None}
             try:
-                if exporter == "dynamo":
-                    shapes = (dict.fromkeys(axes, torch.export.Dim.DYNAMIC),) if dynamic else None
-                    torch.onnx.export(
-                        model, (x,), path, dynamo=True, dynamic_shapes=shapes, opset_version=18, verbose=False
-                    )
-                else:
-                    torch.onnx.export(
-                        model,
-                        (x,),
-                        path,
-                        dynamo=False,
-                        input_names=["x"],
-                        dynamic_axes={"x": axes} if dynamic else None,
-                        opset_version=18,
-                    )
+                torch.onnx.export(_fresh(model), (x,), path, opset_version=18, **options)
             except Exception as error:
                 way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:300]}"}
                 continue
-            return {**_described(path, time.perf_counter() - begin), **self._judged(path), "dynamic": dynamic}
+            return {**self._file(path, time.perf_counter() - begin), "dynamic": dynamic}
         return way
 
-    def _judged(self, path: Path) -> dict[str, Any]:
+    def _file(self, path: Path, seconds: float = 0.0) -> dict[str, Any]:
+        """What a file is made of, and how it was judged."""
+        counts = collections.Counter(node.op_type for node in _nodes(onnx.load(path, load_external_data=False).graph))
+        return {
+            "seconds": round(seconds, 2),
+            "nodes": sum(counts.values()),
+            "batch_norm_nodes": counts["BatchNormalization"],
+            "sync_nodes": counts["MMCVSyncBatchNorm"],
+            **self.judged(path),
+        }
+
+    def judged(self, path: Path) -> dict[str, Any]:
         """status: right, wrong, or fails where the file declares a size that it cannot run."""
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
@@ -256,7 +253,7 @@ def warm() -> None:
 def import_libraries() -> None:
     torch.set_num_threads(1)
     stand_ins.install()
-    for package in LIBRARIES:
+    for package in LIBRARIES.split():
         importlib.import_module(package)
 
 
@@ -275,6 +272,10 @@ def limited(seconds: float) -> Iterator[None]:
 
 def _stop(*_: Any) -> None:
     raise Stopped
+
+
+def _kept(report: Any) -> list[list[str]]:
+    return [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40]
 
 
 def _fresh(model: nn.Module) -> nn.Module:
@@ -317,16 +318,6 @@ def _own_error(model: nn.Module, x: torch.Tensor, expected: list[np.ndarray]) ->
         return 0.0
     finally:
         model.float()
-
-
-def _described(path: Path, seconds: float) -> dict[str, Any]:
-    counts = collections.Counter(node.op_type for node in _nodes(onnx.load(path, load_external_data=False).graph))
-    return {
-        "seconds": round(seconds, 2),
-        "nodes": sum(counts.values()),
-        "batch_norm_nodes": counts["BatchNormalization"],
-        "sync_nodes": counts["MMCVSyncBatchNorm"],
-    }
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

@@ -1,7 +1,5 @@
 """What trains: each architecture of the catalogue once, with its library's head and a loss as that library uses it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

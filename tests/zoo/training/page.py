@@ -3,8 +3,6 @@
 --ways step,compile measures torch.compile, too; --ways faults plants faults into the graphs.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

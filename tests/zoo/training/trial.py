@@ -4,11 +4,9 @@ Errors are 2-norms of differences from float64 over the 2-norm there, all gradie
 the optimizer's state after its first step, from the same weights and other batches for each seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import json
+import functools
 import math
 import statistics
 import tempfile
@@ -17,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnxruntime
@@ -24,23 +23,28 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport import model_io
-from bnexport.errors import BnexportError, first_line
+from bnexport import model_io, tolerances
+from bnexport.errors import first_line
 from bnexport.training import verification
 from bnexport.training.dropout import SeededDropout
 from bnexport.training.step import Follower, Kinks, Recorder
 from tests.training import faults, following
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
-from tests.zoo.training.verdicts import OF_A_TENSOR, OF_ALL, OWN_ERRORS, SEEDS, judged, settled
-from tests.zoo.trial import Stopped, import_libraries, limited
+from tests.zoo.trial import Ways, import_libraries, limited
 
-STEPS = 3
-# Of processor time for a way, and of time for a network.
-SECONDS_OF_A_WAY, SECONDS = 150, 1500
+# For a network.
+SECONDS = 1500
 # Planted of each kind.
 FAULTS = 1
 _GRADIENTS = {"sgd": "momentum_buffer", "adamw": "exp_avg"}
+SEEDS = 3
+# The verdict: the error of the gradients against torch's own, and the least that counts as an error.
+OWN_ERRORS, FLOOR = 5.0, 16 * tolerances.UNIT_ROUNDOFF["float32"]
+# A tensor of gradients that is off by more of its norm is wrong, where torch's is not.
+OF_A_TENSOR, OF_ALL = 2.0**-4, 1e-4
+
+Errors = Sequence[Sequence[float]]
 Named = dict[str, np.ndarray]
 
 
@@ -56,59 +60,33 @@ def warm() -> None:
         bnexport.export_training_step(net, nn.functional.cross_entropy, batch, Path(folder, "s.onnx"), verify=False)
 
 
-class Trial:
-    """The ways of one network, collected in `result`: "step"; "faults", planted into its graph; "compile", torch.compile's time."""
+class Trial(Ways):
+    """The ways of one network: "step"; "faults", planted into its graph; "compile", torch.compile's time."""
+
+    seconds = 150
 
     def __init__(self, network: networks.Network, place: Path, names: Sequence[str]) -> None:
-        self.network, self.place, self.names = network, place, names
-        self.result: dict[str, Any] = {"name": network.name, "shape": network.shape, "ways": {}}
+        super().__init__(place, network.name, network.shape, names)
+        self.network = network
         self.exported: tuple[Any, tuple[Any, ...]] | None = None
         self._reached: following.Reached
 
-    def save(self) -> None:
-        self.place.write_text(json.dumps(self.result))
-
     def run(self) -> None:
-        with limited(SECONDS_OF_A_WAY):
+        with limited(self.seconds):
             try:
                 task = networks.make(self.network)
                 batch = self._batch(task, 0)
                 parameters = torch_step(task.model, task.loss, *self._rule(), _state(task.model), batch, torch.float32)
             except Exception as error:
-                self.result["does_not_train"] = f"{type(error).__name__}: {first_line(error)[:300]}"
-                self.save()
+                self.save(does_not_train=f"{type(error).__name__}: {first_line(error)[:300]}")
                 return
         if not np.isfinite(parameters["loss"]):
-            self.result["does_not_train"] = f"its loss is {parameters['loss']}"
-            self.save()
+            self.save(does_not_train=f"its loss is {parameters['loss']}")
             return
-        self.result |= {
-            "optimizer": self.network.optimizer,
-            "loss": task.kind,
-            "parameters": sum(value.numel() for value in task.model.parameters()),
-        }
-        self.save()
-        with tempfile.TemporaryDirectory() as folder:
-            for name, function in (("step", self._step), ("faults", self._faults), ("compile", self._compile)):
-                if name in self.names:
-                    self._way(name, function, task, Path(folder))
-
-    def _way(self, name: str, function: Callable[..., dict[str, Any]], task: networks.Task, folder: Path) -> None:
-        begin = time.process_time()
-        try:
-            with limited(SECONDS_OF_A_WAY):
-                way = function(task, folder)
-        except BnexportError as error:
-            way = {
-                "status": "refused",
-                "error": f"{type(error).__name__}: {str(error).replace(f'{folder}/', '')[:1200]}",
-            }
-        except Exception as error:
-            way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
-        except Stopped:
-            way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
-        self.result["ways"][name] = way | {"total_seconds": round(time.process_time() - begin, 1)}
-        self.save()
+        count = sum(value.numel() for value in task.model.parameters())
+        self.save(optimizer=self.network.optimizer, loss=task.kind, parameters=count)
+        for name, function in (("step", self._step), ("faults", self._faults), ("compile", self._compile)):
+            self.go(name, functools.partial(function, task))
 
     def _rule(self) -> tuple[str, dict[str, float]]:
         return self.network.optimizer, self.network.options
@@ -120,28 +98,11 @@ class Trial:
     def _export(self, task: networks.Task, path: Path) -> tuple[Any, tuple[Any, ...]]:
         """Export once, for all ways. Return the result, and what verification compared the graph with."""
         if self.exported is None:
-            calls: list[tuple[Any, ...]] = []
-            check = verification.check
-
-            def watched(*arguments: Any) -> Any:
-                calls.append(arguments)
-                return check(*arguments)
-
-            verification.check = watched
-            try:
-                name, options = self._rule()
-                result, self._reached = following.export(
-                    task.model,
-                    task.loss,
-                    self._batch(task, 0),
-                    path,
-                    optimizer=name,
-                    optimizer_options=options,
-                    dynamic=self.network.dynamic,
-                )
-            finally:
-                verification.check = check
-            self.exported = result, calls[0][1:]
+            name, options = self._rule()
+            rule = {"optimizer": name, "optimizer_options": options, "dynamic": self.network.dynamic}
+            with mock.patch.object(verification, "check", side_effect=verification.check) as check:
+                result, self._reached = following.export(task.model, task.loss, self._batch(task, 0), path, **rule)
+            self.exported = result, check.call_args_list[0].args[1:]
         return self.exported
 
     def _step(self, task: networks.Task, folder: Path) -> dict[str, Any]:
@@ -168,10 +129,9 @@ class Trial:
         return way | {"eager_ms": eager, "ms": ours, "ratio": round(ours / eager, 3)}
 
     def _compared(self, task: networks.Task, session: Any, folder: Path) -> dict[str, Any]:
-        """status: right or wrong, and the errors of each seed; losses of some steps after each other."""
+        """status: right or wrong, and the errors of each seed."""
         initial = _state_of(session, folder)
         found, worst = [], {}
-        losses: dict[str, list[float]] = {"ours": [], "float32": [], "float64": []}
         for seed in range(SEEDS):
             session.load_checkpoint(folder / "step.safetensors")
             batch = self._batch(task, seed)
@@ -180,23 +140,6 @@ class Trial:
             for key, dtype in (("float32", torch.float32), ("float64", torch.float64)):
                 states[key] = self._torch(task, initial, batch, dtype)
             found.append(self._errors(states, worst))
-            if seed == 0:
-                now = states
-        for step in range(STEPS):
-            for key, state in now.items():
-                losses[key].append(float(state["loss"]))
-            if step == STEPS - 1:
-                break
-            batch = self._batch(task, step + 1)
-            if not step:
-                session.load_checkpoint(folder / "step.safetensors")
-                session.step([tensor.numpy() for tensor in self._batch(task, 0)])
-            loss = session.step([tensor.numpy() for tensor in batch])
-            now = {
-                "ours": {"loss": np.array(loss)},
-                "float32": self._torch(task, now["float32"], batch, torch.float32),
-                "float64": self._torch(task, now["float64"], batch, torch.float64),
-            }
         followed = [] if settled(found) else [self._followed(task, session, folder, seed) for seed in range(SEEDS)]
         wrong = [
             (name, float(f"{error:.3g}"), float(f"{allowed:.3g}"))
@@ -208,7 +151,6 @@ class Trial:
             "status": "wrong" if wrong else judged(found, followed),
             "errors": [[float(f"{value:.3g}") for value in each] for each in found],
             **({"followed": [[float(f"{value:.3g}") for value in each] for each in followed]} if followed else {}),
-            "losses": {key: [float(f"{value:.7g}") for value in values] for key, values in losses.items()},
             **({"wrong": wrong[:8]} if wrong else {}),
         }
 
@@ -282,6 +224,23 @@ class Trial:
         seconds = time.process_time() - begin
         eager, own = _alternately(_eager(task.model, task.loss, batch, *self._rule()), step)
         return {"status": "right", "seconds": round(seconds, 1), "ratio": round(own / eager, 3)}
+
+
+def settled(found: Errors) -> bool:
+    """Whether the median error of the gradients is within OWN_ERRORS of torch's."""
+    errors, own, *_ = zip(*found)
+    return statistics.median(errors) <= max(OWN_ERRORS * statistics.median(own), FLOOR)
+
+
+def judged(found: Errors, followed: Errors = ()) -> str:
+    """right or wrong, by the errors of gradients, torch's own, and those of the loss, for each seed.
+
+    followed: the first two, from a float64 that goes the way of each at a ReLU whose input is zero but for rounding; they decide
+    where the others do not say "right". The loss is one number, which may be right by chance: the largest error of torch's counts.
+    """
+    _, _, of_loss, own_loss = zip(*found)
+    right = settled(found) or bool(followed and settled(followed))
+    return "right" if right and statistics.median(of_loss) <= max(OWN_ERRORS * max(own_loss), FLOOR) else "wrong"
 
 
 def _state(model: nn.Module) -> Named:

@@ -1,4 +1,4 @@
-// One case in onnxruntime-node or onnxruntime-web: node javascript.mjs PACKAGE CASE.json, where PACKAGE is installed.
+// One case in onnxruntime-node or onnxruntime-web: node engine.mjs PACKAGE CASE.json, where PACKAGE is installed.
 import fs from "node:fs";
 import path from "node:path";
 import { createRequire } from "node:module";
@@ -26,9 +26,10 @@ try {
     const { dtype, shape, data } = given.inputs[input];
     feeds[input] = new ort.Tensor(dtype, arrays[dtype].from(dtype === "int64" ? data.map(BigInt) : data), shape);
   }
-  const values = await session.run(feeds, given.outputs);
+  const names = Object.keys(given.outputs);
+  const values = await session.run(feeds, names);
   result.outputs = {};
-  for (const output of given.outputs) {
+  for (const output of names) {
     result.outputs[output] = { shape: [...values[output].dims], data: Array.from(values[output].data, Number) };
   }
 } catch (error) {
