@@ -26,24 +26,15 @@ class Known:
     methods: tuple[str, ...]
 
 
-def passes_whole(why: str) -> Known:
-    """Return a defect of running both models, which decides by default as well."""
-    return Known(why, ("both", "whole"))
-
-
-def passes_local(why: str) -> Known:
-    """Return a defect of the local check alone; running both models refutes the rewrite."""
-    return Known(why, ("local",))
-
-
 @dataclasses.dataclass(frozen=True)
 class Triple:
     """A model, a wrong rewrite and a right one, as nodes in ONNX text.
 
-    graph: inputs => outputs; wrong_graph: of the wrong rewrite, where they differ. values: initializers; each model gets
-    those that its nodes name. wrong_domain: under which the wrong one names its opset. inputs: that show the difference;
-    None for random ones. sizes: of those. runs: False where no engine runs the wrong rewrite, None where none runs the
-    original, or its numbers are random. method: of `verify` that passes the right one.
+    right: by default the original behind an Identity. graph: inputs => outputs; wrong_graph: of the wrong rewrite, where
+    they differ. values: initializers; each model gets those that its nodes name. wrong_domain: under which the wrong one
+    names its opset. inputs: that show the difference; None for random ones. sizes: of those. runs: False where no engine runs
+    the wrong rewrite, None where none runs the original, or its numbers are random. method: of `verify` that passes the
+    right one.
     """
 
     name: str
@@ -51,7 +42,7 @@ class Triple:
     graph: str
     original: str
     wrong: str
-    right: str
+    right: str = ""
     values: Values = dataclasses.field(default_factory=dict)
     opset: int = 17
     wrong_graph: str | None = None
@@ -72,7 +63,8 @@ class Triple:
             graph, opset, domain = self.wrong_graph or graph, self.wrong_opset or opset, self.wrong_domain
         elif which == "right":
             opset = self.right_opset or opset
-        nodes = {"original": self.original, "wrong": self.wrong, "right": self.right}[which]
+        right = self.right or "i = Identity (x) " + re.sub(r"\bx\b", "i", self.original)
+        nodes = {"original": self.original, "wrong": self.wrong, "right": right}[which]
         used = {name: value for name, value in self.values.items() if re.search(rf"\b{name}\b", nodes)}
         header = f'<ir_version: {8 if opset <= _OPSET_OF_IR_8 else 10}, opset_import: ["{domain}": {opset}]>'
         first, last = graph.split("=>")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from tests.folding.corpus.case import Case, floats, ints
@@ -25,290 +27,265 @@ VALUES = {
     "sixes": ints(6, 6),
     "axes23": ints(2, 3),
 }
+_case = functools.partial(Case, ins=X)
 CASES: dict[str, Case] = {
-    "sizes-1-3-5": Case("a = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)", "Conv", ins=X),
-    "cross-in-a-square": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) "
-        "v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) t = Add (a, h) y = Add (t, v)", "Conv", ins=X),
-    "more-multiplications-of-fewer-parameters": Case("h = Conv <group=4, pads=[0,1,0,1]> (x, d13:4.1.1.3) m = Norm (h, p:4) "
-        "v = Conv <group=4, pads=[1,0,1,0]> (x, d31:4.1.3.1) n = Norm (v, q:4) y = Add (m, n)", "Conv Conv Add", "cost", ins=X),
-    "more-parameters-of-fewer-multiplications": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
-        "c = Conv <group=4> (x, d1:4.1.1.1) y = Add (a, c)", "AveragePool Conv Add", "cost", ins=X),
-    "cross-alone-would-grow": Case("h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) "
-        "y = Add (h, v)", "Conv Conv Add", ins=X),
-    "different-strides-of-one-position": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
+    "sizes-1-3-5": _case("a = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)", "Conv"),
+    "cross-in-a-square": _case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) "
+        "v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) t = Add (a, h) y = Add (t, v)", "Conv"),
+    "more-multiplications-of-fewer-parameters": _case("h = Conv <group=4, pads=[0,1,0,1]> (x, d13:4.1.1.3) m = Norm (h, p:4) "
+        "v = Conv <group=4, pads=[1,0,1,0]> (x, d31:4.1.3.1) n = Norm (v, q:4) y = Add (m, n)", "Conv Conv Add", "cost"),
+    "more-parameters-of-fewer-multiplications": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "c = Conv <group=4> (x, d1:4.1.1.1) y = Add (a, c)", "AveragePool Conv Add", "cost"),
+    "cross-alone-would-grow": _case("h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) "
+        "y = Add (h, v)", "Conv Conv Add"),
+    "different-strides-of-one-position": _case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
         "y = Add (a, b0)", "Conv Conv Add", "shape", ins="float[N,4,1,1] x"),
-    "different-strides-of-one-size": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <dilations=[3,3], strides=[1,1]> (x, w2:4.4.2.2) y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "stride-2": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) "
-        "y = Add (a, b0)", "Conv", ins=X),
-    "stride-2-without-padding-before": Case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
-        "b0 = Conv <strides=[2,2], pads=[0,0,1,1]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X),
-    "stride-2-equal-only-at-odd-sizes": Case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
-        "b0 = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "dilated-and-point": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <dilations=[3,3]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv", ins=X),
-    "different-dilations": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "a-dilation-that-the-other-one-divides": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) y = Add (a, b0)", "Conv Conv Add", "shape", ins=X),
-    "one-dilation-between-its-positions": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <dilations=[2,2], pads=[1,1,3,3]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", "shape", ins=X),
-    "different-dilations-and-identity": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, b0) y = Add (t, x)", "Conv Conv Add", ins=X),
-    "shifted-by-its-pads": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) b0 = Conv <pads=[1,1,-0,0]> (x, w2:4.4.2.2) "
-        "y = Add (a, b0)", "Conv", ins=X),
-    "asymmetric-pads": Case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv <pads=[2,0,0,2]> (x, v3:4.4.3.3) "
-        "y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "asymmetric-pads-and-point": Case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)",
-        "Conv", ins=X),
-    "auto-pad-same-upper": Case('a = Conv <auto_pad="SAME_UPPER"> (x, w2:4.4.2.2) b0 = Conv <pads=[0,0,1,1]> (x, w2b:4.4.2.2) '
-        "y = Add (a, b0)", "Conv", ins=X, method="not_run"),
-    "auto-pad-same-lower": Case('a = Conv <auto_pad="SAME_LOWER"> (x, w2:4.4.2.2) '
-        'b0 = Conv <auto_pad="SAME_UPPER"> (x, w3:4.4.3.3) y = Add (a, b0)', "Conv", ins=X, method="not_run"),
-    "auto-pad-valid": Case('a = Conv <auto_pad="VALID"> (x, w3:4.4.3.3) b0 = Conv <auto_pad="VALID"> (x, v3:4.4.3.3) '
-        "y = Add (a, b0)", "Conv", ins=X),
-    "auto-pad-with-stride": Case('a = Conv <auto_pad="SAME_UPPER", strides=[2,2]> (x, w3:4.4.3.3) '
-        "b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "point-in-a-kernel-without-padding": Case("a = Conv (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
-        "c = Slice (b0, ones, sixes, axes23) y = Add (a, c)", "Conv Conv Slice Add", ins=X, values=VALUES),
-    "one-channel-is-broadcast": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv (x, one:1.4.1.1) y = Add (a, b0)", "Conv Conv Add",
-        ins=X),
-    "positions-are-broadcast": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <dilations=[6,6]> (x, w2:4.4.2.2) y = Add (a, b0)",
-        "Conv Conv Add", ins=X),
-    "depthwise": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv <group=4> (x, d1:4.1.1.1) t = Add (a, b0) "
-        "y = Add (x, t)", "Conv", ins=X),
-    "depthwise-with-dense-would-grow": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv (x, w1:4.4.1.1) "
-        "y = Add (a, b0)", "Conv Conv Add", ins=X),
-    "depthwise-into-dense": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (a, b0)", "Conv", ins=X),
-    "groups-refined": Case("a = Conv <group=2, pads=[1,1,1,1]> (x, g3:4.2.3.3) "
-        "b0 = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, b0)", "Conv", ins=X),
-    "subtracted": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (a, b0) y = Sub (x, t)",
-        "Conv", ins=X),
-    "constants-in-the-tree": Case("a = Conv (x, w1:4.4.1.1, b:4) u = Add (a, c_s:4.1.1) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (scalar:1, b0) y = Add (u, t)", "Conv", ins=X),
-    "constant-that-varies-by-position": Case("a = Conv (x, w1:4.4.1.1) u = Add (a, full:1.4.7.7) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (u, b0)", "Conv Add", ins=X, options=UNVERIFIED),
-    "vector-meets-the-last-axis": Case("a = Conv (x, w1:4.4.1.1) u = Add (a, last:7) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (u, b0)", "Conv Add", ins=X),
-    "scale-along-the-last-axis": Case("a = Conv (x, w1:4.4.1.1) u = Mul (a, last:7) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "y = Add (u, b0)", "Conv Mul Conv Add", ins=X),
-    "layer-scale-of-a-difference": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) n = Norm (x, p:4) d = Sub (a, n) "
-        "u = Mul (d, c_s:4.1.1) y = Add (x, u)", "Conv", ins=X),
-    "batch-norm-of-the-sum": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) t = Add (a, x) y = Norm (t, p:4)", "Conv",
-        ins=X),
-    "twice-the-same": Case("t = Add (x, x) a = Conv (x, w1:4.4.1.1) y = Add (t, a)", "Conv", ins=X),
-    "not-linear": Case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Add (a, r) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "y = Add (t, b0)", "Relu Conv Add", ins=X),
-    "subtracted-and-not-linear": Case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Sub (r, a) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (b0, t)", "Relu Conv Sub", ins=X),
-    "two-inputs": Case("r = Relu (x) a = Conv (x, w1:4.4.1.1) c = Conv (r, v1:4.4.1.1) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) e = Conv <pads=[1,1,1,1]> (r, v3:4.4.3.3) t = Add (a, c) u = Add (b0, e) "
-        "y = Add (t, u)", "Relu Conv Conv Add", ins=X),
-    "branch-read-elsewhere": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
-        "r = Relu (a) y = Mul (t, r)", "Conv Conv Add Relu Mul", ins=X),
-    "sum-in-between-read-elsewhere": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
-        "c = Conv (x, v1:4.4.1.1) u = Add (t, c) y = Mul (t, u)", "Conv Conv Add Mul", ins=X),
-    "affine-of-a-mixed-sum": Case("r = Relu (x) t = Add (x, r) u = Mul (t, c_s:4.1.1) a = Conv (x, w1:4.4.1.1) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) v = Add (a, u) y = Add (v, b0)", "Relu Add Mul Conv Add",
-        ins=X, options=UNVERIFIED),
-    "shift-before-padding": Case("n = Norm (x, p:4) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "BatchNormalization Conv Conv Add",
-        ins=X),
-    "shift-before-no-padding": Case("n = Norm (x, p:4) a = Conv (n, w3:4.4.3.3) b0 = Conv (x, v3:4.4.3.3) y = Add (a, b0)",
-        "Conv", ins=X),
-    "scale-before-padding": Case("n = Mul (x, c_s:4.1.1) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X),
-    "padded-before-the-shift": Case("p = Pad (x, pads1) s = Conv (p, w1:4.4.1.1) n = Norm (s, p:4) a = Conv (n, w3:4.4.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X, values=VALUES),
-    "one-pad-for-two-branches": Case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, v3:4.4.3.3) "
-        "e = Conv <pads=[1,1,1,1]> (x, w3) t = Add (a, c) y = Add (t, e)", "Conv", ins=X, values=VALUES),
-    "one-pad-for-a-branch-and-something-else": Case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) "
-        "e = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, e) r = MaxPool <kernel_shape=[3,3]> (p) y = Add (t, r)",
-        "Pad MaxPool Conv Add", ins=X, values=VALUES),
-    "one-pad-of-a-point-for-two-branches": Case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) "
-        "c = Conv (p, v3:4.4.3.3) y = Add (a, c)", "Conv Conv", ins=X, values=VALUES),
-    "one-pad-of-a-point-for-other-sums": Case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) "
-        "c = Conv (p, v3:4.4.3.3) t = Add (a, c) r = Relu (p) e = Conv (r, w3) y = Add (t, e)", "Conv Pad Relu Conv Conv Add",
-        ins=X, values=VALUES),
-    "pads-that-are-computed-from-constants": Case("l = Slice (backwards, minus1, far, zero, minus1) p = Pad (x, l) "
-        "a = Conv (p, w3:4.4.3.3) c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv", ins=X, values=VALUES),
-    "padded-with-ones": Case("p = Pad (x, pads1, unit) a = Conv (p, w3:4.4.3.3) b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) "
-        "y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
-    "padded-by-reflection": Case('p = Pad <mode="reflect"> (x, pads1) a = Conv (p, w3:4.4.3.3) '
-        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
-    "padded-batch": Case("p = Pad (x, padn) a = Conv (p, v1:4.4.1.1) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)",
+    "different-strides-of-one-size": _case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[3,3], strides=[1,1]> (x, w2:4.4.2.2) y = Add (a, b0)", "Conv Conv Add"),
+    "stride-2": _case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) "
+        "y = Add (a, b0)", "Conv"),
+    "stride-2-without-padding-before": _case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
+        "b0 = Conv <strides=[2,2], pads=[0,0,1,1]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv"),
+    "stride-2-equal-only-at-odd-sizes": _case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
+        "b0 = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add"),
+    "dilated-and-point": _case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[3,3]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv"),
+    "different-dilations": _case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add"),
+    "a-dilation-that-the-other-one-divides": _case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) y = Add (a, b0)", "Conv Conv Add", "shape"),
+    "one-dilation-between-its-positions": _case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[2,2], pads=[1,1,3,3]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", "shape"),
+    "different-dilations-and-identity": _case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, b0) y = Add (t, x)", "Conv Conv Add"),
+    "shifted-by-its-pads": _case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) b0 = Conv <pads=[1,1,-0,0]> (x, w2:4.4.2.2) "
+        "y = Add (a, b0)", "Conv"),
+    "asymmetric-pads": _case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv <pads=[2,0,0,2]> (x, v3:4.4.3.3) "
+        "y = Add (a, b0)", "Conv Conv Add"),
+    "asymmetric-pads-and-point": _case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)", "Conv"),
+    "auto-pad-same-upper": _case('a = Conv <auto_pad="SAME_UPPER"> (x, w2:4.4.2.2) b0 = Conv <pads=[0,0,1,1]> (x, w2b:4.4.2.2) '
+        "y = Add (a, b0)", "Conv", method="not_run"),
+    "auto-pad-same-lower": _case('a = Conv <auto_pad="SAME_LOWER"> (x, w2:4.4.2.2) '
+        'b0 = Conv <auto_pad="SAME_UPPER"> (x, w3:4.4.3.3) y = Add (a, b0)', "Conv", method="not_run"),
+    "auto-pad-valid": _case('a = Conv <auto_pad="VALID"> (x, w3:4.4.3.3) b0 = Conv <auto_pad="VALID"> (x, v3:4.4.3.3) '
+        "y = Add (a, b0)", "Conv"),
+    "auto-pad-with-stride": _case('a = Conv <auto_pad="SAME_UPPER", strides=[2,2]> (x, w3:4.4.3.3) '
+        "b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv Conv Add"),
+    "point-in-a-kernel-without-padding": _case("a = Conv (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
+        "c = Slice (b0, ones, sixes, axes23) y = Add (a, c)", "Conv Conv Slice Add", values=VALUES),
+    "one-channel-is-broadcast": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv (x, one:1.4.1.1) y = Add (a, b0)", "Conv Conv Add"),
+    "positions-are-broadcast": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <dilations=[6,6]> (x, w2:4.4.2.2) y = Add (a, b0)",
+        "Conv Conv Add"),
+    "depthwise": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv <group=4> (x, d1:4.1.1.1) t = Add (a, b0) "
+        "y = Add (x, t)", "Conv"),
+    "depthwise-with-dense-would-grow": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv (x, w1:4.4.1.1) "
+        "y = Add (a, b0)", "Conv Conv Add"),
+    "depthwise-into-dense": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (a, b0)", "Conv"),
+    "groups-refined": _case("a = Conv <group=2, pads=[1,1,1,1]> (x, g3:4.2.3.3) "
+        "b0 = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, b0)", "Conv"),
+    "subtracted": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (a, b0) y = Sub (x, t)", "Conv"),
+    "constants-in-the-tree": _case("a = Conv (x, w1:4.4.1.1, b:4) u = Add (a, c_s:4.1.1) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (scalar:1, b0) y = Add (u, t)", "Conv"),
+    "constant-that-varies-by-position": _case("a = Conv (x, w1:4.4.1.1) u = Add (a, full:1.4.7.7) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (u, b0)", "Conv Add", options=UNVERIFIED),
+    "vector-meets-the-last-axis": _case("a = Conv (x, w1:4.4.1.1) u = Add (a, last:7) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (u, b0)", "Conv Add"),
+    "scale-along-the-last-axis": _case("a = Conv (x, w1:4.4.1.1) u = Mul (a, last:7) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "y = Add (u, b0)", "Conv Mul Conv Add"),
+    "layer-scale-of-a-difference": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) n = Norm (x, p:4) d = Sub (a, n) "
+        "u = Mul (d, c_s:4.1.1) y = Add (x, u)", "Conv"),
+    "batch-norm-of-the-sum": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) t = Add (a, x) y = Norm (t, p:4)", "Conv"),
+    "twice-the-same": _case("t = Add (x, x) a = Conv (x, w1:4.4.1.1) y = Add (t, a)", "Conv"),
+    "not-linear": _case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Add (a, r) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "y = Add (t, b0)", "Relu Conv Add"),
+    "subtracted-and-not-linear": _case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Sub (r, a) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (b0, t)", "Relu Conv Sub"),
+    "two-inputs": _case("r = Relu (x) a = Conv (x, w1:4.4.1.1) c = Conv (r, v1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) e = "
+        "Conv <pads=[1,1,1,1]> (r, v3:4.4.3.3) t = Add (a, c) u = Add (b0, e) y = Add (t, u)", "Relu Conv Conv Add"),
+    "branch-read-elsewhere": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
+        "r = Relu (a) y = Mul (t, r)", "Conv Conv Add Relu Mul"),
+    "sum-in-between-read-elsewhere": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
+        "c = Conv (x, v1:4.4.1.1) u = Add (t, c) y = Mul (t, u)", "Conv Conv Add Mul"),
+    "affine-of-a-mixed-sum": _case("r = Relu (x) t = Add (x, r) u = Mul (t, c_s:4.1.1) a = Conv (x, w1:4.4.1.1) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) v = Add (a, u) y = Add (v, b0)", "Relu Add Mul Conv Add", options=UNVERIFIED),
+    "shift-before-padding": _case("n = Norm (x, p:4) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "BatchNormalization Conv Conv Add"),
+    "shift-before-no-padding": _case("n = Norm (x, p:4) a = Conv (n, w3:4.4.3.3) b0 = Conv (x, v3:4.4.3.3) y = Add (a, b0)", "Conv"),
+    "scale-before-padding": _case("n = Mul (x, c_s:4.1.1) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv"),
+    "padded-before-the-shift": _case("p = Pad (x, pads1) s = Conv (p, w1:4.4.1.1) n = Norm (s, p:4) a = Conv (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", values=VALUES),
+    "one-pad-for-two-branches": _case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, v3:4.4.3.3) "
+        "e = Conv <pads=[1,1,1,1]> (x, w3) t = Add (a, c) y = Add (t, e)", "Conv", values=VALUES),
+    "one-pad-for-a-branch-and-something-else": _case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) e = Conv <pads=[1,1,1,1]> (x, "
+        "v3:4.4.3.3) t = Add (a, e) r = MaxPool <kernel_shape=[3,3]> (p) y = Add (t, r)", "Pad MaxPool Conv Add", values=VALUES),
+    "one-pad-of-a-point-for-two-branches": _case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) "
+        "c = Conv (p, v3:4.4.3.3) y = Add (a, c)", "Conv Conv", values=VALUES),
+    "one-pad-of-a-point-for-other-sums": _case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, "
+        "v3:4.4.3.3) t = Add (a, c) r = Relu (p) e = Conv (r, w3) y = Add (t, e)", "Conv Pad Relu Conv Conv Add", values=VALUES),
+    "pads-that-are-computed-from-constants": _case("l = Slice (backwards, minus1, far, zero, minus1) p = Pad (x, l) "
+        "a = Conv (p, w3:4.4.3.3) c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv", values=VALUES),
+    "padded-with-ones": _case("p = Pad (x, pads1, unit) a = Conv (p, w3:4.4.3.3) b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) "
+        "y = Add (a, b0)", "Pad Conv Conv Add", values=VALUES),
+    "padded-by-reflection": _case('p = Pad <mode="reflect"> (x, pads1) a = Conv (p, w3:4.4.3.3) '
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add", values=VALUES),
+    "padded-batch": _case("p = Pad (x, padn) a = Conv (p, v1:4.4.1.1) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)",
         "Pad Conv Conv Add", ins="float[1,4,H,W] x", values=VALUES),
-    "shifted-points-before-a-kernel": Case("a = Conv <pads=[0,0,1,1]> (x, w1:4.4.1.1) c = Conv <pads=[1,1,0,0]> (x, v1:4.4.1.1) "
-        "t = Add (a, c) e = Conv (t, w3:4.4.3.3) f = Conv (x, w2:4.4.2.2) y = Add (e, f)", "Conv Conv Add Conv Conv Add", "padding",
-        ins=X),
-    "cropped": Case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) b0 = Conv (x, w3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add",
-        ins=X, values=VALUES, judge="run"),
-    "point-before-and-behind": Case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
-        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3, b:4) e = Conv (c, v1:4.4.1.1) y = Add (a, e)", "Conv",
-        ins=X),
-    "point-with-bias-before-padding": Case("s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
-        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv Conv Conv Add", ins=X),
-    "expansion": Case("s = Conv (x, wide:8.4.1.1) a = Conv <pads=[1,1,1,1]> (s, narrow:4.8.3.3) y = Add (a, x)", "Conv",
-        ins=X),
-    "bottleneck-would-grow": Case("s = Conv (x, less:2.4.1.1) a = Conv <pads=[1,1,1,1]> (s, more:4.2.3.3) y = Add (a, x)",
-        "Conv Conv Add", ins=X),
-    "sum-below-a-point": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, c) "
-        "e = Conv (t, v1:4.4.1.1) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv", ins=X),
-    "sum-below-a-shifted-padding": Case("a = Conv (x, w1:4.4.1.1, b:4) c = Conv (x, v1:4.4.1.1) t = Add (a, c) "
-        "e = Conv <pads=[1,1,1,1]> (t, w3:4.4.3.3) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)",
-        "Conv Conv Conv Add", ins=X),
-    "pool-without-padding": Case("a = AveragePool <kernel_shape=[3,3]> (x) c = Conv (x, w3:4.4.3.3) y = Add (a, c)", "Conv",
-        ins=X),
-    "pool-that-counts-padding": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (c, a)", "Conv", ins=X),
-    "pool-that-does-not-count-padding": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins=X),
-    "pool-with-dilation": Case("a = AveragePool <kernel_shape=[3,3], dilations=[2,2]> (x) c = Conv <dilations=[2,2]> (x, w3:4.4.3.3) "
-        "y = Add (a, c)", "AveragePool Conv Add", "padding", ins=X, opset=19),
-    "pool-that-rounds-up": Case("a = AveragePool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x) "
-        "c = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, c)", "AveragePool Conv Add", ins=X),
+    "shifted-points-before-a-kernel": _case("a = Conv <pads=[0,0,1,1]> (x, w1:4.4.1.1) c = Conv <pads=[1,1,0,0]> (x, v1:4.4.1.1) "
+        "t = Add (a, c) e = Conv (t, w3:4.4.3.3) f = Conv (x, w2:4.4.2.2) y = Add (e, f)", "Conv Conv Add Conv Conv Add", "padding"),
+    "cropped": _case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) b0 = Conv (x, w3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add",
+        values=VALUES, judge="run"),
+    "point-before-and-behind": _case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
+        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3, b:4) e = Conv (c, v1:4.4.1.1) y = Add (a, e)", "Conv"),
+    "point-with-bias-before-padding": _case("s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
+        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv Conv Conv Add"),
+    "expansion": _case("s = Conv (x, wide:8.4.1.1) a = Conv <pads=[1,1,1,1]> (s, narrow:4.8.3.3) y = Add (a, x)", "Conv"),
+    "bottleneck-would-grow": _case("s = Conv (x, less:2.4.1.1) a = Conv <pads=[1,1,1,1]> (s, more:4.2.3.3) y = Add (a, x)",
+        "Conv Conv Add"),
+    "sum-below-a-point": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, c) "
+        "e = Conv (t, v1:4.4.1.1) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv"),
+    "sum-below-a-shifted-padding": _case("a = Conv (x, w1:4.4.1.1, b:4) c = Conv (x, v1:4.4.1.1) t = Add (a, c) e = Conv <pads=[1,1,1,1]> "
+        "(t, w3:4.4.3.3) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv Conv Conv Add"),
+    "pool-without-padding": _case("a = AveragePool <kernel_shape=[3,3]> (x) c = Conv (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
+    "pool-that-counts-padding": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (c, a)", "Conv"),
+    "pool-that-does-not-count-padding": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add"),
+    "pool-with-dilation": _case("a = AveragePool <kernel_shape=[3,3], dilations=[2,2]> (x) c = Conv <dilations=[2,2]> (x, w3:4.4.3.3) "
+        "y = Add (a, c)", "AveragePool Conv Add", "padding", opset=19),
+    "pool-that-rounds-up": _case("a = AveragePool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x) "
+        "c = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, c)", "AveragePool Conv Add"),
     # 2 x 2 windows, of which the last ones divide by fewer; the convolution makes one position, which is broadcast.
-    "pool-that-rounds-up-to-two": Case("a = AveragePool <kernel_shape=[3,3], strides=[2,2], ceil_mode=1> (x) "
+    "pool-that-rounds-up-to-two": _case("a = AveragePool <kernel_shape=[3,3], strides=[2,2], ceil_mode=1> (x) "
         "c = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins="float[N,4,4,4] x"),
-    "pool-behind-a-point": Case("s = Conv (x, w1:4.4.1.1) "
-        "a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (s) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv", ins=X),
-    "pool-with-nothing-to-carry-it": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
-        "y = Sub (a, x)", "AveragePool Sub", ins=X),
-    "matmuls": Case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (t, last:7)", "MatMul Add",
-        ins=X),
-    "matmul-and-identity": Case("a = MatMul (x, m:7.7) y = Add (a, x)", "MatMul", ins=X),
-    "matmul-and-per-channel-of-axis-1": Case("a = MatMul (x, m:7.7) u = Mul (x, c_s:4.1.1) c = MatMul (x, m2:7.7) "
-        "t = Add (a, u) y = Add (t, c)", "Mul MatMul Add", ins=X, options=UNVERIFIED),
-    "matmul-from-the-left": Case("a = MatMul (m:7.7, x) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add",
-        ins=X),
-    "matmul-with-conv": Case("a = MatMul (x, m:7.7) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "MatMul Conv Add",
-        ins=X),
-    "n-ary-sum": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sum (a, x, c)", "Conv",
-        ins=X),
-    "identity-and-dropout-nodes": Case("i = Identity (x) d = Dropout (i) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "e = Identity (c) y = Add (d, e)", "Conv", ins=X),
-    "divided": Case("a = Div (x, c_s:4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv",
-        ins=X),
-    "constant-divided-by-data": Case("a = Div (c_s:4.1.1, x) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "e = Conv (x, w1:4.4.1.1) t = Add (a, c) y = Add (t, e)", "Div Conv Add", ins=X),
-    "gemm-two": Case("a = Gemm (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm", ins="float[M,7] x"),
-    "gemm-alpha-beta-transposed": Case("a = Gemm <alpha=0.5, beta=2.0, transB=1> (x, m:7.7, last:7) "
+    "pool-behind-a-point": _case("s = Conv (x, w1:4.4.1.1) a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (s) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
+    "pool-with-nothing-to-carry-it": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "y = Sub (a, x)", "AveragePool Sub"),
+    "matmuls": _case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (t, last:7)", "MatMul Add"),
+    "matmul-and-identity": _case("a = MatMul (x, m:7.7) y = Add (a, x)", "MatMul"),
+    "matmul-and-per-channel-of-axis-1": _case("a = MatMul (x, m:7.7) u = Mul (x, c_s:4.1.1) c = MatMul (x, m2:7.7) "
+        "t = Add (a, u) y = Add (t, c)", "Mul MatMul Add", options=UNVERIFIED),
+    "matmul-from-the-left": _case("a = MatMul (m:7.7, x) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add"),
+    "matmul-with-conv": _case("a = MatMul (x, m:7.7) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "MatMul Conv Add"),
+    "n-ary-sum": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sum (a, x, c)", "Conv"),
+    "identity-and-dropout-nodes": _case("i = Identity (x) d = Dropout (i) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "e = Identity (c) y = Add (d, e)", "Conv"),
+    "divided": _case("a = Div (x, c_s:4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
+    "constant-divided-by-data": _case("a = Div (c_s:4.1.1, x) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "e = Conv (x, w1:4.4.1.1) t = Add (a, c) y = Add (t, e)", "Div Conv Add"),
+    "gemm-two": _case("a = Gemm (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm", ins="float[M,7] x"),
+    "gemm-alpha-beta-transposed": _case("a = Gemm <alpha=0.5, beta=2.0, transB=1> (x, m:7.7, last:7) "
         "c = Gemm <alpha=2.0> (x, m2:7.7) y = Sub (a, c)", "Gemm", ins="float[M,7] x"),
-    "gemm-with-matmul-and-identity": Case("a = Gemm (x, m:7.7, last:7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (x, t)",
+    "gemm-with-matmul-and-identity": _case("a = Gemm (x, m:7.7, last:7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (x, t)",
         "Gemm", ins="float[M,7] x"),
-    "gemm-batch-norm-in-front": Case("n = Norm (x, r:7) a = Gemm (n, m:7.7, last:7) o = Norm (x, u:7) c = Gemm (o, m2:7.7) "
+    "gemm-batch-norm-in-front": _case("n = Norm (x, r:7) a = Gemm (n, m:7.7, last:7) o = Norm (x, u:7) c = Gemm (o, m2:7.7) "
         "t = Add (a, c) y = Mul (t, scalar:1)", "Gemm", ins="float[M,7] x"),
-    "gemm-low-rank": Case("a = MatMul (x, m:7.7) s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) d = Mul (c, scalar:1) "
+    "gemm-low-rank": _case("a = MatMul (x, m:7.7) s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) d = Mul (c, scalar:1) "
         "y = Add (a, d)", "MatMul", ins="float[M,7] x"),
-    "gemm-low-rank-and-identity-would-grow": Case("s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) y = Add (x, c)",
+    "gemm-low-rank-and-identity-would-grow": _case("s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) y = Add (x, c)",
         "MatMul MatMul Add", ins="float[M,7] x"),
-    "gemm-transposed-data": Case("a = Gemm <transA=1> (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm Gemm Add",
+    "gemm-transposed-data": _case("a = Gemm <transA=1> (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm Gemm Add",
         ins="float[M,7] x"),
-    "gemm-matrix-of-constants": Case("a = Gemm (x, m:7.7, m2:7.7) c = Gemm (x, m2) y = Add (a, c)", "Gemm Gemm Add",
-        ins="float[M,7] x"),
-    "gemm-vector-weight": Case("a = MatMul (x, last:7) c = MatMul (x, scale7:7) y = Add (a, c)", "MatMul MatMul Add",
-        ins="float[M,7] x"),
+    "gemm-matrix-of-constants": _case("a = Gemm (x, m:7.7, m2:7.7) c = Gemm (x, m2) y = Add (a, c)", "Gemm Gemm Add", ins="float[M,7] x"),
+    "gemm-vector-weight": _case("a = MatMul (x, last:7) c = MatMul (x, scale7:7) y = Add (a, c)", "MatMul MatMul Add", ins="float[M,7] x"),
     # outputs, and weights that are no constants
-    "sum-is-an-output": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c) z = Relu (y)",
-        "Conv Relu", ins=X, outs="y, z"),
-    "branch-is-an-output": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
-        "Conv Conv Add", ins=X, outs="y, a"),
-    "base-is-an-output": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (r, w3:4.4.3.3) y = Add (a, c)",
-        "Relu Conv", ins=X, outs="y, r"),
-    "weight-is-an-input": Case("a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv Conv Add",
+    "sum-is-an-output": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c) z = Relu (y)",
+        "Conv Relu", outs="y, z"),
+    "branch-is-an-output": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+        "Conv Conv Add", outs="y, a"),
+    "base-is-an-output": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (r, w3:4.4.3.3) y = Add (a, c)",
+        "Relu Conv", outs="y, r"),
+    "weight-is-an-input": _case("a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv Conv Add",
         "not-constant", ins=f"{X}, float[4,4,1,1] k"),
-    "weight-is-computed": Case("h = Neg (k) a = Conv (x, h) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+    "weight-is-computed": _case("h = Neg (k) a = Conv (x, h) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
         "Neg Conv Conv Add", "not-constant", ins=f"{X}, float[4,4,1,1] k"),
-    "weight-may-be-given": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+    "weight-may-be-given": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
         "Conv Conv Add", "overridable", ins=f"{X}, float[4,4,1,1] w1"),
-    "weight-is-quantized": Case("k = DequantizeLinear (q, s) a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "y = Add (a, c)", "DequantizeLinear Conv Conv Add", "quantized", ins=X, judge="run",
-        values={"q": np.full((4, 4, 1, 1), 3, np.int8), "s": np.float32(0.5)}),
-    "weight-of-a-later-layer": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
-        "s = Add (t, x) e = Conv <pads=[1,1,1,1]> (s, w3) y = Relu (e)", "Conv Conv Relu", ins=X),
-    "weight-of-a-node": Case("k = Constant <value_floats=[0.5, 1.0, 2.0, 4.0]> () g = Reshape (k, s4) a = Conv <group=4> (x, g) "
-        "c = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, c)", "Conv", ins=X, values={"s4": ints(4, 1, 1, 1)}),
-    "training": Case("a = Conv (x, w1:4.4.1.1) n, e, v = Norm <training_mode=1> (x, p:4) y = Add (a, n)",
-        "Conv BatchNormalization Add", "training", ins=X, judge="proof"),
+    "weight-is-quantized": _case("k = DequantizeLinear (q, s) a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+        "DequantizeLinear Conv Conv Add", "quantized", judge="run", values={"q": np.full((4, 4, 1, 1), 3, np.int8), "s": np.float32(0.5)}),
+    "weight-of-a-later-layer": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
+        "s = Add (t, x) e = Conv <pads=[1,1,1,1]> (s, w3) y = Relu (e)", "Conv Conv Relu"),
+    "weight-of-a-node": _case("k = Constant <value_floats=[0.5, 1.0, 2.0, 4.0]> () g = Reshape (k, s4) a = Conv <group=4> (x, g) "
+        "c = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, c)", "Conv", values={"s4": ints(4, 1, 1, 1)}),
+    "training": _case("a = Conv (x, w1:4.4.1.1) n, e, v = Norm <training_mode=1> (x, p:4) y = Add (a, n)",
+        "Conv BatchNormalization Add", "training", judge="proof"),
     # sizes that contradict each other, or are not known: nothing certain says so before
-    "fewer-channels": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, less:2.4.1.1) y = Add (a, c)",
+    "fewer-channels": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, less:2.4.1.1) y = Add (a, c)",
         "Relu Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
-    "more-channels-are-read": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, w8:4.8.1.1) y = Add (a, c)",
+    "more-channels-are-read": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, w8:4.8.1.1) y = Add (a, c)",
         "Relu Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
-    "vectors": Case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add", "rank", ins="float[7] x"),
-    "matmuls-of-any-rank": Case("r = other.Thing (x) a = MatMul (r, m:7.7) c = MatMul (r, m2:7.7) y = Add (a, c)",
-        "Thing MatMul MatMul Add", "rank", ins=X, header='<ir_version: 8, opset_import: ["": 17, "other": 1]>', judge="proof"),
+    "vectors": _case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add", "rank", ins="float[7] x"),
+    "matmuls-of-any-rank": _case("r = other.Thing (x) a = MatMul (r, m:7.7) c = MatMul (r, m2:7.7) y = Add (a, c)",
+        "Thing MatMul MatMul Add", "rank", header='<ir_version: 8, opset_import: ["": 17, "other": 1]>', judge="proof"),
     # The depthwise carrier becomes a convolution of two groups, which a batch norm behind another sum scales.
-    "scaled-later": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) c = Conv <group=4, pads=[1,1,1,1]> (x, e3:4.1.3.3) "
+    "scaled-later": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) c = Conv <group=4, pads=[1,1,1,1]> (x, e3:4.1.3.3) "
         "e = Conv <group=2> (x, g1:4.2.1.1) r = Relu (x) f = Conv (r, w1:4.4.1.1) t = Sum (a, c, e) u = Add (t, f) "
-        "y = Norm (u, p:4)", "Relu Conv Conv Add", ins=X),
-    "channels-that-nothing-tells": Case("r = Relu (x) a = Mul (r, c_s:4.1.1) e = Conv (a, w1:4.4.1.1) u = Mul (r, d_s:4.1.1) "
-        "f = Conv (u, v1:4.4.1.1) y = Add (e, f)", "Relu Mul Conv Mul Conv Add", "shape", ins="float[N,C,H,W] x",
-        judge="proof"),
-    "more-channels-are-read-below": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) e = Conv (a, w8:4.8.1.1) c = Conv (r, v1:4.4.1.1) "
+        "y = Norm (u, p:4)", "Relu Conv Conv Add"),
+    "channels-that-nothing-tells": _case("r = Relu (x) a = Mul (r, c_s:4.1.1) e = Conv (a, w1:4.4.1.1) u = Mul (r, d_s:4.1.1) f = Conv "
+        "(u, v1:4.4.1.1) y = Add (e, f)", "Relu Mul Conv Mul Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
+    "more-channels-are-read-below": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) e = Conv (a, w8:4.8.1.1) c = Conv (r, v1:4.4.1.1) "
         "y = Add (e, c)", "Relu Conv Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
-    "more-channels-are-normalised": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) n = Norm (a, p:3) c = Conv (r, v1:4.4.1.1) "
+    "more-channels-are-normalised": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) n = Norm (a, p:3) c = Conv (r, v1:4.4.1.1) "
         "y = Add (n, c)", "Relu Conv BatchNormalization Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
-    "convs-of-two-ranks": Case("r = other.Thing (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, v:4.4.1) y = Add (a, c)",
-        "Thing Conv Conv Add", "rank", ins=X, **ANY),
-    "pool-of-another-rank": Case("r = other.Thing (x) a = AveragePool <kernel_shape=[1]> (r) c = Conv (r, w1:4.4.1.1) y = Add (a, c)",
-        "Thing AveragePool Conv Add", "rank", ins=X, **ANY),
-    "conv-with-matmul": Case("c = Conv (x, w1:4.4.1.1) a = MatMul (x, m:4.4) y = Add (a, c)", "Conv MatMul Add", "axis",
+    "convs-of-two-ranks": _case("r = other.Thing (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, v:4.4.1) y = Add (a, c)",
+        "Thing Conv Conv Add", "rank", **ANY),
+    "pool-of-another-rank": _case("r = other.Thing (x) a = AveragePool <kernel_shape=[1]> (r) c = Conv (r, w1:4.4.1.1) y = Add (a, c)",
+        "Thing AveragePool Conv Add", "rank", **ANY),
+    "conv-with-matmul": _case("c = Conv (x, w1:4.4.1.1) a = MatMul (x, m:4.4) y = Add (a, c)", "Conv MatMul Add", "axis",
         ins="float[N,4,H,4] x"),
-    **{f"matmul-with-{name}": Case(f"a = MatMul (x, m:4.4) c = {node} y = Add (a, c)", f"MatMul {name} Add", "axis",
+    **{f"matmul-with-{name}": _case(f"a = MatMul (x, m:4.4) c = {node} y = Add (a, c)", f"MatMul {name} Add", "axis",
         ins="float[N,4,H,4] x", values=VALUES, judge="proof") for name, node in {
         "Conv": "Conv (x, w1:4.4.1.1)", "BatchNormalization": "Norm (x, p:4)", "AveragePool": "AveragePool <kernel_shape=[1,1]> (x)",
         "Pad": "Pad (x, pads1)"}.items()},
-    "weight-of-a-conv-is-a-matrix": Case("a = Conv (x, m:4.4) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "Conv Conv Add", "shape",
-        ins=X, judge="proof"),
-    **{f"weight-of-rank-{len(shape)}": Case(f"a = {op} (x, {name}:{shape}) c = MatMul (x, m:7.7) y = Add (a, c)",
-        f"{op} MatMul Add", code, ins=X, judge="proof") for shape, op, name, code in (
+    "weight-of-a-conv-is-a-matrix": _case("a = Conv (x, m:4.4) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "Conv Conv Add", "shape",
+        judge="proof"),
+    **{f"weight-of-rank-{len(shape)}": _case(f"a = {op} (x, {name}:{shape}) c = MatMul (x, m:7.7) y = Add (a, c)",
+        f"{op} MatMul Add", code, judge="proof") for shape, op, name, code in (
         ("-", "MatMul", "one", "shape"), ("7", "Conv", "one", "shape"))},
-    "weights-of-two-types": Case("a = Conv (x, w1:4.4.1.1) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "type", ins=X,
+    "weights-of-two-types": _case("a = Conv (x, w1:4.4.1.1) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "type",
         judge="proof", values={"u": np.ones((4, 4, 1, 1))}),
-    "weights-without-elements": Case("a = Conv (x, w1:0.4.1.1) c = Conv (x, v1:0.4.1.1) y = Add (a, c)", "Conv Conv Add",
-        "not-finite", ins=X, judge="proof"),
-    "strides-of-one-axis": Case("a = Conv <strides=[1]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
-        "shape", ins=X, judge="proof"),
-    "stride-0": Case("a = Conv <strides=[0,0]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
-        "bad-attribute", ins=X, judge="proof"),
-    "pool-of-nothing": Case("a = AveragePool <kernel_shape=[0,0]> (x) c = Conv (x, v1:4.4.1.1) y = Add (a, c)",
-        "AveragePool Conv Add", "bad-attribute", ins=X, judge="proof"),
-    "auto-pad-and-pads": Case('a = Conv <auto_pad="VALID", pads=[1,1,1,1]> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
-        "Conv Conv Add", "padding", ins=X, judge="proof"),
-    "auto-pad-of-no-name": Case('a = Conv <auto_pad="OTHER"> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
-        "Conv Conv Add", "padding", ins=X, judge="proof"),
+    "weights-without-elements": _case("a = Conv (x, w1:0.4.1.1) c = Conv (x, v1:0.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "not-finite", judge="proof"),
+    "strides-of-one-axis": _case("a = Conv <strides=[1]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "shape", judge="proof"),
+    "stride-0": _case("a = Conv <strides=[0,0]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
+        "bad-attribute", judge="proof"),
+    "pool-of-nothing": _case("a = AveragePool <kernel_shape=[0,0]> (x) c = Conv (x, v1:4.4.1.1) y = Add (a, c)",
+        "AveragePool Conv Add", "bad-attribute", judge="proof"),
+    "auto-pad-and-pads": _case('a = Conv <auto_pad="VALID", pads=[1,1,1,1]> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
+        "Conv Conv Add", "padding", judge="proof"),
+    "auto-pad-of-no-name": _case('a = Conv <auto_pad="OTHER"> (x, w3:4.4.3.3) c = Conv (x, v3:4.4.3.3) y = Add (a, c)',
+        "Conv Conv Add", "padding", judge="proof"),
     # a size that a file may claim is not allocated
-    "huge-shifts": Case("a = Conv <pads=[0,0,1000000,1000000]> (x, w1:4.4.1.1) "
-        "c = Conv <pads=[1000000,1000000,0,0]> (x, v1:4.4.1.1) t = Add (a, c) n = Norm (t, p:4) "
-        "e = Conv <pads=[1000000,1000000,0,0]> (x, w1) y = Add (n, e)", "Conv Conv Add BatchNormalization Conv Add", "too-large",
-        ins=X, options={"only": ["parallel"]}, judge="proof"),
-    "huge-pool": Case("a = AveragePool <kernel_shape=[1000000,1000000]> (x) c = Conv (x, w1:4.4.1.1) y = Add (a, c)",
-        "AveragePool Conv Add", "too-large", ins=X, judge="proof"),
-    "huge-product": Case("a = Conv (x, v:1.20000.1.1) c = Conv (a, w:20000.1.1.1) y = Add (c, x)", "Conv Conv Add", "too-large",
+    "huge-shifts": _case("a = Conv <pads=[0,0,1000000,1000000]> (x, w1:4.4.1.1) c = Conv <pads=[1000000,1000000,0,0]> (x, v1:4.4.1.1) t = "
+        "Add (a, c) n = Norm (t, p:4) e = Conv <pads=[1000000,1000000,0,0]> (x, w1) y = Add (n, e)",
+        "Conv Conv Add BatchNormalization Conv Add", "too-large", options={"only": ["parallel"]}, judge="proof"),
+    "huge-pool": _case("a = AveragePool <kernel_shape=[1000000,1000000]> (x) c = Conv (x, w1:4.4.1.1) y = Add (a, c)",
+        "AveragePool Conv Add", "too-large", judge="proof"),
+    "huge-product": _case("a = Conv (x, v:1.20000.1.1) c = Conv (a, w:20000.1.1.1) y = Add (c, x)", "Conv Conv Add", "too-large",
         ins="float[N,20000,H,W] x", judge="proof"),
     # numbers
-    "half": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv",
+    "half": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv",
         ins=HALF, judge="run"),
-    "half-overflows": Case("a = Conv (x, u) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "overflow", ins=HALF, judge="proof",
+    "half-overflows": _case("a = Conv (x, u) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "overflow", ins=HALF, judge="proof",
         values={"u": np.full((4, 4, 1, 1), 60000, np.float16)}),
-    "half-cancels": Case("a = Conv (x, u) c = Conv (x, u) y = Sub (a, c)", "Conv", ins=HALF, judge="proof",
+    "half-cancels": _case("a = Conv (x, u) c = Conv (x, u) y = Sub (a, c)", "Conv", ins=HALF, judge="proof",
         values={"u": np.full((4, 4, 1, 1), 60000, np.float16)}),
-    "half-bias-overflows": Case("a = Conv (x, w1:4.4.1.1, u) c = Conv (x, v1:4.4.1.1, u) y = Add (a, c)", "Conv Conv Add",
+    "half-bias-overflows": _case("a = Conv (x, w1:4.4.1.1, u) c = Conv (x, v1:4.4.1.1, u) y = Add (a, c)", "Conv Conv Add",
         "overflow", ins=HALF, judge="proof", values={"u": np.full(4, 60000, np.float16)}),
-    "rank-3": Case("a = Conv (x, u:4.4.1) c = Conv <pads=[1,1]> (x, v:4.4.3) n = Norm (x, p:4) y = Sum (a, c, n)", "Conv",
+    "rank-3": _case("a = Conv (x, u:4.4.1) c = Conv <pads=[1,1]> (x, v:4.4.3) n = Norm (x, p:4) y = Sum (a, c, n)", "Conv",
         ins="float[N,4,H] x"),
-    "rank-5": Case("a = Conv (x, u:4.4.1.1.1) c = Conv <pads=[1,1,1,1,1,1]> (x, v:4.4.3.3.3) n = Norm (x, p:4) "
+    "rank-5": _case("a = Conv (x, u:4.4.1.1.1) c = Conv <pads=[1,1,1,1,1,1]> (x, v:4.4.3.3.3) n = Norm (x, p:4) "
         "y = Sum (a, c, n)", "Conv", ins="float[N,4,D,H,W] x"),
-    **{f"opset-{opset}": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
-        "y = Add (t, x)", "Conv", ins=X, opset=opset, judge="run" if opset > 6 else "proof",
+    **{f"opset-{opset}": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
+        "y = Add (t, x)", "Conv", opset=opset, judge="run" if opset > 6 else "proof",
         method="proved" if opset > 6 else "not_run") for opset in (6, 7, 9, 13, 21)},
-    "broadcast-before-opset-7": Case("a = Conv (x, w1:4.4.1.1) c = Conv (x, one:1.4.1.1) d = Flatten (c) "
-        "y = Add <broadcast=1, axis=0> (a, x)", "Conv Conv Flatten Add", ins=X, opset=6, judge="proof"),
+    "broadcast-before-opset-7": _case("a = Conv (x, w1:4.4.1.1) c = Conv (x, one:1.4.1.1) d = Flatten (c) "
+        "y = Add <broadcast=1, axis=0> (a, x)", "Conv Conv Flatten Add", opset=6, judge="proof"),
     # Layer scale around a pool, as in PoolFormer: a new batch norm is never written.
-    "layer-scales-around-a-pool": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) d = Sub (a, x) "
-        "u = Mul (d, c_s:4.1.1) t = Add (x, u) e = Mul (t, c_s) y = Add (e, c_s)", "AveragePool Sub Mul Add Mul Add", ins=X),
+    "layer-scales-around-a-pool": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) d = Sub (a, x) "
+        "u = Mul (d, c_s:4.1.1) t = Add (x, u) e = Mul (t, c_s) y = Add (e, c_s)", "AveragePool Sub Mul Add Mul Add"),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tests.folding.corpus.case import ARITHMETIC, CONV, Case
 
 LONE: dict[str, Case] = {
@@ -29,63 +31,48 @@ LONE: dict[str, Case] = {
     "stays-divided-by": Case("z = Conv (x, w:8.6.3.3) y = Div (c_s:8.1.1, z)", "Conv Div"),
     "stays-another-axis": Case("z = Conv (x, w:5.6.3.3) y = Mul (z, c_s:1.1.5.1)", "Conv Mul"),
 }  # fmt: skip
+_case = functools.partial(Case, options=ARITHMETIC)
 PADDED: dict[str, Case] = {
-    "input": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Add Conv", options=ARITHMETIC),
-    "strided": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], strides=[2,2]> (z, w:8.6.3.3)", "Add Conv", options=ARITHMETIC),
-    "dilated": Case("z = Norm (x, p:6) y = Conv <pads=[2,2,2,2], dilations=[2,2]> (z, w:8.6.3.3)", "Add Conv",
-        options=ARITHMETIC),
-    "same": Case('z = Norm (x, p:6) y = Conv <auto_pad = "SAME_UPPER"> (z, w:8.6.3.3)', "Add Conv", options=ARITHMETIC),
-    "one-side": Case("z = Norm (x, p:6) y = Conv <pads=[1,0,0,0]> (z, w:8.6.3.3)", "Add Conv", options=ARITHMETIC),
-    "grouped": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], group = 2> (z, w:8.3.3.3)", "Add Conv", options=ARITHMETIC),
-    "depthwise": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], group = 6> (z, w:6.1.3.3)", "Add Conv", options=ARITHMETIC),
-    "two-readers": Case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3) b = Conv <pads=[1,1,1,1]> (z, v:8.6.3.3) "
-        "y = Mul (a, b)", "Add Conv Conv Mul", options=ARITHMETIC),
-    "bias": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3, b:8)", "Add Conv", options=ARITHMETIC),
-    "behind-sum": Case("a = Conv (x, v:6.6.1.1) s = Sigmoid (x) u = Add (a, s) z = Norm (u, p:6) "
-        "y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Conv Sigmoid Add Conv", options=ARITHMETIC),
-    "behind-difference": Case("a = Conv (x, v:6.6.1.1) s = Sigmoid (x) u = Sub (s, a) z = Norm (u, p:6) "
-        "y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Conv Sigmoid Sub Conv", options=ARITHMETIC),
-    "stays-read-elsewhere": Case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:6.6.3.3) y = Mul (a, z)",
-        "Mul Add Conv Mul", options=ARITHMETIC),
-    "stays-an-output": Case("z = Norm (x, p:6) z2 = Sigmoid (z) y = Conv <pads=[1,1,1,1]> (z2, w:8.6.3.3)",
-        "Mul Add Sigmoid Conv", options=ARITHMETIC),
-    "stays-activation": Case("z = Norm (x, p:6) a = Tanh (z) y = Conv <pads=[1,1,1,1]> (a, w:8.6.3.3)", "Mul Add Tanh Conv",
-        options=ARITHMETIC),
-    "stays-reader-without-rule": Case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:6.6.3.3) b = Softmax <axis = 1> (z) "
-        "y = Add (a, b)", "Mul Add Conv Softmax Add", options=ARITHMETIC),
-    "stays-computed-weight": Case("z = Norm (x, p:6) v = Tanh (q) y = Conv <pads=[1,1,1,1]> (z, v)", "Mul Add Tanh Conv",
-        options=ARITHMETIC, ins="float[N,6,H,W] x, float[8,6,3,3] q"),
+    "input": _case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Add Conv"),
+    "strided": _case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], strides=[2,2]> (z, w:8.6.3.3)", "Add Conv"),
+    "dilated": _case("z = Norm (x, p:6) y = Conv <pads=[2,2,2,2], dilations=[2,2]> (z, w:8.6.3.3)", "Add Conv"),
+    "same": _case('z = Norm (x, p:6) y = Conv <auto_pad = "SAME_UPPER"> (z, w:8.6.3.3)', "Add Conv"),
+    "one-side": _case("z = Norm (x, p:6) y = Conv <pads=[1,0,0,0]> (z, w:8.6.3.3)", "Add Conv"),
+    "grouped": _case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], group = 2> (z, w:8.3.3.3)", "Add Conv"),
+    "depthwise": _case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1], group = 6> (z, w:6.1.3.3)", "Add Conv"),
+    "two-readers": _case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3) b = Conv <pads=[1,1,1,1]> (z, v:8.6.3.3) "
+        "y = Mul (a, b)", "Add Conv Conv Mul"),
+    "bias": _case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3, b:8)", "Add Conv"),
+    "behind-sum": _case("a = Conv (x, v:6.6.1.1) s = Sigmoid (x) u = Add (a, s) z = Norm (u, p:6) "
+        "y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Conv Sigmoid Add Conv"),
+    "behind-difference": _case("a = Conv (x, v:6.6.1.1) s = Sigmoid (x) u = Sub (s, a) z = Norm (u, p:6) "
+        "y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Conv Sigmoid Sub Conv"),
+    "stays-read-elsewhere": _case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:6.6.3.3) y = Mul (a, z)", "Mul Add Conv Mul"),
+    "stays-an-output": _case("z = Norm (x, p:6) z2 = Sigmoid (z) y = Conv <pads=[1,1,1,1]> (z2, w:8.6.3.3)", "Mul Add Sigmoid Conv"),
+    "stays-activation": _case("z = Norm (x, p:6) a = Tanh (z) y = Conv <pads=[1,1,1,1]> (a, w:8.6.3.3)", "Mul Add Tanh Conv"),
+    "stays-reader-without-rule": _case("z = Norm (x, p:6) a = Conv <pads=[1,1,1,1]> (z, w:6.6.3.3) b = Softmax <axis = 1> (z) "
+        "y = Add (a, b)", "Mul Add Conv Softmax Add"),
+    "stays-computed-weight": _case("z = Norm (x, p:6) v = Tanh (q) y = Conv <pads=[1,1,1,1]> (z, v)", "Mul Add Tanh Conv",
+        ins="float[N,6,H,W] x, float[8,6,3,3] q"),
+}  # fmt: skip
+# Nodes, and what is left of them as a Conv and as arithmetic.
+_FORMS = {
+    "alone": ("y = Norm (x, p:8)", "Conv", "Mul Add", "float[N,8,H,W] x"),
+    "one-dimension": ("y = Norm (x, p:8)", "Conv", "Mul Add", "float[N,8,L] x"),
+    "three-dimensions": ("y = Norm (x, p:8)", "Conv", "Mul Add", "float[N,8,D,H,W] x"),
+    "rank-2": ("y = Norm (x, p:8)", "Mul Add", "Mul Add", "float[N,8] x"),
+    "behind-relu": ("r = Relu (x) y = Norm (r, p:8)", "Relu Conv", "Relu Mul Add", "float[N,8,H,W] x"),
+    "two-merged": ("a = Norm (x, p:8) r = Norm (a, q:8) y = Relu (r)", "Conv Relu", "Mul Add Relu", "float[N,8,H,W] x"),
+    "with-arithmetic": ("a = Mul (x, c_s:8.1.1) r = Norm (a, p:8) y = Sigmoid (r)", "Conv Sigmoid", "Mul Add Sigmoid",
+        "float[N,8,H,W] x"),
+    "fixed-sizes": ("r = Relu (x) y = Norm (r, p:8)", "Relu Conv", "Relu Mul Add", "float[2,8,40,40] x"),
+    "padded": ("r = Norm (x, p:8) y = Conv <pads=[1,1,1,1]> (r, w:4.8.3.3)", "Conv Conv", "Add Conv", "float[N,8,H,W] x"),
+    "pre-activation": ("r = Norm (x, p:8) a = Relu (r) c = Conv <pads=[1,1,1,1]> (a, w:8.8.3.3) y = Add (c, x)",
+        "Conv Relu Conv Add", "Mul Add Relu Conv Add", "float[N,8,H,W] x"),
 }  # fmt: skip
 LEFTOVER: dict[str, Case] = {
-    "alone-conv": Case("y = Norm (x, p:8)", "Conv", ins="float[N,8,H,W] x", options=CONV),
-    "alone-arithmetic": Case("y = Norm (x, p:8)", "Mul Add", ins="float[N,8,H,W] x", options=ARITHMETIC),
-    "one-dimension-conv": Case("y = Norm (x, p:8)", "Conv", ins="float[N,8,L] x", options=CONV),
-    "one-dimension-arithmetic": Case("y = Norm (x, p:8)", "Mul Add", ins="float[N,8,L] x", options=ARITHMETIC),
-    "three-dimensions-conv": Case("y = Norm (x, p:8)", "Conv", ins="float[N,8,D,H,W] x", options=CONV),
-    "three-dimensions-arithmetic": Case("y = Norm (x, p:8)", "Mul Add", ins="float[N,8,D,H,W] x", options=ARITHMETIC),
-    "rank-2-conv": Case("y = Norm (x, p:8)", "Mul Add", ins="float[N,8] x", options=CONV),
-    "rank-2-arithmetic": Case("y = Norm (x, p:8)", "Mul Add", ins="float[N,8] x", options=ARITHMETIC),
-    "behind-relu-conv": Case("r = Relu (x) y = Norm (r, p:8)", "Relu Conv", ins="float[N,8,H,W] x", options=CONV),
-    "behind-relu-arithmetic": Case("r = Relu (x) y = Norm (r, p:8)", "Relu Mul Add", ins="float[N,8,H,W] x", options=ARITHMETIC),
-    "two-merged-conv": Case("a = Norm (x, p:8) r = Norm (a, q:8) y = Relu (r)", "Conv Relu", ins="float[N,8,H,W] x",
-        options=CONV),
-    "two-merged-arithmetic": Case("a = Norm (x, p:8) r = Norm (a, q:8) y = Relu (r)", "Mul Add Relu", ins="float[N,8,H,W] x",
-        options=ARITHMETIC),
-    "with-arithmetic-conv": Case("a = Mul (x, c_s:8.1.1) r = Norm (a, p:8) y = Sigmoid (r)", "Conv Sigmoid",
-        ins="float[N,8,H,W] x", options=CONV),
-    "with-arithmetic-arithmetic": Case("a = Mul (x, c_s:8.1.1) r = Norm (a, p:8) y = Sigmoid (r)", "Mul Add Sigmoid",
-        ins="float[N,8,H,W] x", options=ARITHMETIC),
-    "fixed-sizes-conv": Case("r = Relu (x) y = Norm (r, p:8)", "Relu Conv", ins="float[2,8,40,40] x", options=CONV),
-    "fixed-sizes-arithmetic": Case("r = Relu (x) y = Norm (r, p:8)", "Relu Mul Add", ins="float[2,8,40,40] x",
-        options=ARITHMETIC),
-    "padded-conv": Case("r = Norm (x, p:8) y = Conv <pads=[1,1,1,1]> (r, w:4.8.3.3)", "Conv Conv", ins="float[N,8,H,W] x",
-        options=CONV),
-    "padded-arithmetic": Case("r = Norm (x, p:8) y = Conv <pads=[1,1,1,1]> (r, w:4.8.3.3)", "Add Conv", ins="float[N,8,H,W] x",
-        options=ARITHMETIC),
-    "pre-activation-conv": Case("r = Norm (x, p:8) a = Relu (r) c = Conv <pads=[1,1,1,1]> (a, w:8.8.3.3) y = Add (c, x)",
-        "Conv Relu Conv Add", ins="float[N,8,H,W] x", options=CONV),
-    "pre-activation-arithmetic": Case("r = Norm (x, p:8) a = Relu (r) c = Conv <pads=[1,1,1,1]> (a, w:8.8.3.3) y = Add (c, x)",
-        "Mul Add Relu Conv Add", ins="float[N,8,H,W] x", options=ARITHMETIC),
+    f"{name}-{form['leftover']}": Case(nodes, left, ins=ins, options=form)
+    for name, (nodes, *both, ins) in _FORMS.items() for left, form in zip(both, (CONV, ARITHMETIC))
 }  # fmt: skip
 # Maps in a row that find no place become one batch norm, in front of nothing, a Relu, and a Relu that is not the only reader.
 _RUNS = {

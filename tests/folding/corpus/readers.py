@@ -6,8 +6,7 @@ from tests.folding.corpus.case import ALONE, Case, floats, ints
 
 CASES: dict[str, Case] = {
     "conv-valid": Case('z = Norm <epsilon=0.001> (x, p:6) y = Conv <auto_pad="VALID"> (z, w:8.6.3.3)', "Conv"),
-    "conv-transpose-1x1-grouped": Case("z = Norm <epsilon=0.001> (x, p:6) y = ConvTranspose <group=2> (z, w:6.4.1.1)",
-        "ConvTranspose"),
+    "conv-transpose-1x1-grouped": Case("z = Norm <epsilon=0.001> (x, p:6) y = ConvTranspose <group=2> (z, w:6.4.1.1)", "ConvTranspose"),
     "gemm-trans-b-alpha-beta": Case("z = Norm (x, p:6) y = Gemm <transB=1, alpha=0.5, beta=-2.0> (z, w:8.6, c:8)", "Gemm",
         ins="float[N,6] x"),
     "gemm-column-constant": Case("z = Norm (x, p:6) y = Gemm (z, w:6.8, c:2.1)", "Gemm", ins="float[2,6] x", method="not_run"),
@@ -26,14 +25,12 @@ CASES: dict[str, Case] = {
         ins="float[N,6,4,4] x"),
     "split": Case("z = Norm (x, p:6) s = Constant <value_ints=[2, 4]> () a, b = Split <axis=1> (z, s) u = Conv (a, w:8.2.3.3) "
         "v = Conv (b, w2:8.4.3.3) y = Add (u, v)", "Constant Split Conv Conv Add"),
-    "two-slices": Case("z = Norm (x, p:6) o = Constant <value_ints=[0]> () h = Constant <value_ints=[2]> () "
-        "e = Constant <value_ints=[99]> () i = Constant <value_ints=[1]> () a = Slice (z, o, h, i) b = Slice (z, h, e, i) "
-        "u = Conv (a, w:8.2.1.1) v = Conv (b, w2:8.4.1.1) y = Add (u, v)",
-        "Constant Constant Constant Constant Slice Slice Conv Conv Add"),
-    "consumers-of-many-kinds": Case("z = Norm (x, p:6) a = Conv (z, w:8.6.3.3) g = GlobalAveragePool (a) f = Flatten (g) "
-        "h = GlobalAveragePool (z) i = Flatten (h) k = Gemm (i, w2:6.8, c:8) t = MatMul (i, w3:6.8) q = Add (t, c) "
-        "r = Sum (f, k, q) y = Relu (r)", "Conv GlobalAveragePool Flatten GlobalAveragePool Flatten Gemm MatMul Add Sum Relu",
-        options=ALONE),
+    "two-slices": Case("z = Norm (x, p:6) o = Constant <value_ints=[0]> () h = Constant <value_ints=[2]> () e = Constant "
+        "<value_ints=[99]> () i = Constant <value_ints=[1]> () a = Slice (z, o, h, i) b = Slice (z, h, e, i) u = Conv (a, w:8.2.1.1) v = "
+        "Conv (b, w2:8.4.1.1) y = Add (u, v)", "Constant Constant Constant Constant Slice Slice Conv Conv Add"),
+    "consumers-of-many-kinds": Case("z = Norm (x, p:6) a = Conv (z, w:8.6.3.3) g = GlobalAveragePool (a) f = Flatten (g) h = "
+        "GlobalAveragePool (z) i = Flatten (h) k = Gemm (i, w2:6.8, c:8) t = MatMul (i, w3:6.8) q = Add (t, c) r = Sum (f, k, q) y = Relu "
+        "(r)", "Conv GlobalAveragePool Flatten GlobalAveragePool Flatten Gemm MatMul Add Sum Relu", options=ALONE),
     "a-constant-of-each-reader": Case("z = Norm (x, p:6) a = Add (z, k:6.1.1) u = Conv <pads=[1,1,1,1]> (a, w:8.6.3.3) "
         "b = Sub (l:1.6.1.1, z) v = Conv <pads=[1,1,1,1]> (b, w) y = Add (u, v)", "Add Conv Sub Conv Add"),
     "the-same-reader-twice": Case("z = Norm (x, p:6) a = Identity (z) t = Concat <axis=1> (z, a) y = Conv (t, w:8.12.1.1)",
@@ -58,9 +55,8 @@ CASES: dict[str, Case] = {
     "scale-before-padding": Case("z = Norm (x, p:6) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Conv",
         values={"p_b": floats(*[0] * 6), "p_m": floats(*[0] * 6)}),
     # h / k would be divided by a scale near 0.
-    "tiny-scale": Case("a = Conv (x, v:6.6.1.1, c:6) t = Add (a, x) z = Norm (t, p:6) r = Relu (z) "
-        "y = Conv <pads=[1,1,1,1]> (r, w:8.6.3.3)", "Conv Add BatchNormalization Relu Conv",
-        values={"p_s": floats(1, 1, 1e-12, 1, 1, 1)}, options=ALONE),
+    "tiny-scale": Case("a = Conv (x, v:6.6.1.1, c:6) t = Add (a, x) z = Norm (t, p:6) r = Relu (z) y = Conv <pads=[1,1,1,1]> (r, "
+        "w:8.6.3.3)", "Conv Add BatchNormalization Relu Conv", values={"p_s": floats(1, 1, 1e-12, 1, 1, 1)}, options=ALONE),
 }  # fmt: skip
 REFUSED: dict[str, Case] = {
     "negative-scale-before-relu": Case("a = Conv (x, v:6.6.1.1, c:6) t = Add (a, x) z = Norm (t, p:6) r = Relu (z) "
@@ -69,8 +65,7 @@ REFUSED: dict[str, Case] = {
     "auto-padded": Case('z = Norm (x, p:6) y = Conv <auto_pad="SAME_LOWER"> (z, w:8.6.3.3)', refused="padding"),
     "conv-transpose-3x3": Case("z = Norm <epsilon=0.001> (x, p:6) y = ConvTranspose (z, w:6.8.3.3)", refused="padding"),
     "relu": Case("z = Norm (x, p:6) r = Relu (z) y = Conv (r, w:8.6.1.1)", refused="order"),
-    "a-sum-with-something-else": Case("z = Norm (x, p:6) r = Add (z, x) y = Conv (r, w:8.6.1.1)", refused="no-rule",
-        options=ALONE),
+    "a-sum-with-something-else": Case("z = Norm (x, p:6) r = Add (z, x) y = Conv (r, w:8.6.1.1)", refused="no-rule", options=ALONE),
     "a-product": Case("z = Norm (x, p:6) r = Mul (z, x) y = Conv (r, w:8.6.1.1)", refused="shift"),
     "a-divisor": Case("z = Norm (x, p:6) r = Div (x, z) y = Conv (r, w:8.6.1.1)", refused="shift"),
     "zero-padding": Case("z = Norm (x, p:6) p = Constant <value_ints=[0,0,1,1,0,0,1,1]> () r = Pad (z, p) "
@@ -85,14 +80,12 @@ REFUSED: dict[str, Case] = {
         "y = Concat <axis=1> (u, v)", refused="no-rule"),
     "reversed-channels": Case("z = Norm (x, p:6) a = Constant <value_ints=[-1]> () e = Constant <value_ints=[-9]> () "
         "i = Constant <value_ints=[1]> () r = Slice (z, a, e, i, a) y = Conv (r, w:8.6.1.1)", refused="axis"),
-    "one-of-two-readers": Case("z = Norm (x, p:6) u = Conv (z, w:8.6.1.1) v = Sigmoid (z) y = Concat <axis=1> (u, v)",
-        refused="no-rule"),
+    "one-of-two-readers": Case("z = Norm (x, p:6) u = Conv (z, w:8.6.1.1) v = Sigmoid (z) y = Concat <axis=1> (u, v)", refused="no-rule"),
     "graph-output": Case("z = Norm (x, p:6) y = Conv (z, w:8.6.1.1)", refused="graph-output", outs="y, z"),
     "dynamic-weight": Case("z = Norm (x, p:6) w = Reshape (x, s) y = Conv (z, w)", refused="not-constant",
         ins="float[N,6,H,W] x, int64[4] s"),
-    "resize-crop": Case("t = Conv (x, w:8.6.1.1) "
-        'z = Resize <mode="linear", coordinate_transformation_mode="tf_crop_and_resize", extrapolation_value=3.0> (t, roi, f) '
-        "y = Norm (z, p:8)", refused="crop",
+    "resize-crop": Case('t = Conv (x, w:8.6.1.1) z = Resize <mode="linear", coordinate_transformation_mode="tf_crop_and_resize", '
+        "extrapolation_value=3.0> (t, roi, f) y = Norm (z, p:8)", refused="crop",
         values={"f": floats(1.0, 1.0, 2.0, 2.0), "roi": floats(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.5, 1.5)}),
     "resize-channels": Case("t = Conv (x, w:8.6.1.1) z = Resize (t, , f) y = Norm (z, p:16)", refused="axis",
         values={"f": floats(1.0, 2.0, 1.0, 1.0)}),
@@ -102,9 +95,8 @@ REFUSED: dict[str, Case] = {
         opset=19, values={"f": floats(2.0)}),
     "resize-channels-from-the-end": Case("t = Conv (x, w:8.6.1.1) z = Resize <axes=[-3]> (t, , f) y = Norm (z, p:16)",
         refused="axis", opset=19, values={"f": floats(2.0)}),
-    "resize-one-factor-for-all-axes": Case("t = Conv (x, w:8.6.1.1) "
-        'z = Resize <keep_aspect_ratio_policy="not_larger"> (t, , , s) y = Norm (z, p:16)', refused="axis", opset=19,
-        values={"s": ints(4, 16, 14, 14)}),
+    "resize-one-factor-for-all-axes": Case('t = Conv (x, w:8.6.1.1) z = Resize <keep_aspect_ratio_policy="not_larger"> (t, , , s) y = '
+        "Norm (z, p:16)", refused="axis", opset=19, values={"s": ints(4, 16, 14, 14)}),
     "resize-one-factor-although-the-channels-are-asked-to-stay": Case("t = Conv (x, w:8.6.1.1) "
         'z = Resize <keep_aspect_ratio_policy="not_smaller"> (t, , , s) y = Norm (z, p:16)', refused="axis", opset=19,
         values={"s": ints(2, 8, 14, 14)}),

@@ -41,26 +41,22 @@ CASES: dict[str, Case] = {
     # Both branches capture the outer weight and statistics; each gets a weight of its own.
     **{f"branch-{taken}": Case(_if(f"{CONV} {NORM}", "u = Conv (x, w) q = Relu (u)", taken), "Constant If", outs=OUTER)
         for taken in (0, 1)},
-    "loop": Case("n = Constant <value_int = 3> () c = Constant <value = bool {1}> () y = Loop (n, c, x) "
-        "<body = b (int64 i, bool k, float[N,8,H,W] a) => (bool l, float[N,8,H,W] o) { l = Identity (k) "
-        "z = Conv (a, w:8.8.1.1) s = Norm (z, p:8) o = Tanh (s) }>", "Constant Constant Loop", ins="float[N,8,H,W] x",
-        outs="float[N,8,H,W] y"),
+    "loop": Case("n = Constant <value_int = 3> () c = Constant <value = bool {1}> () y = Loop (n, c, x) <body = b (int64 i, bool k, "
+        "float[N,8,H,W] a) => (bool l, float[N,8,H,W] o) { l = Identity (k) z = Conv (a, w:8.8.1.1) s = Norm (z, p:8) o = Tanh (s) }>",
+        "Constant Constant Loop", ins="float[N,8,H,W] x", outs="float[N,8,H,W] y"),
     "scan": Case("y, all = Scan <num_scan_inputs = 1, body = b (float[N,4] s, float[N,6] i) => (float[N,4] o, float[N,4] q) { "
         "z = Gemm (i, w:6.4, c:4) n = Norm (z, p:4) a = Add (n, s) o = Tanh (a) q = Identity (o) }> (h, x)", "Scan",
         ins="float[N,4] h, float[5,N,6] x", outs="float[N,4] y, float[5,N,4] all"),
     # The Conv runs once for both branches; only one of them normalises.
     "conv-outside": Case(f"{CONV} {_if(NORM, 'q = Identity (z)')}", refused="shared", outs=OUTER),
-    "function": Case("t = local.block (x) y = local.block (t)", "block block", ins=X2, outs=X2[:-1] + "y", header=LOCAL,
-        functions=BLOCK),
-    "epsilon-of-the-caller": Case("y = local.block <eps=0.5> (x)", "Conv", ins=X2, outs=X2[:-1] + "y",
-        header=LOCAL, functions=EPSILON),
+    "function": Case("t = local.block (x) y = local.block (t)", "block block", ins=X2, outs=X2[:-1] + "y", header=LOCAL, functions=BLOCK),
+    "epsilon-of-the-caller": Case("y = local.block <eps=0.5> (x)", "Conv", ins=X2, outs=X2[:-1] + "y", header=LOCAL, functions=EPSILON),
     "parameters-of-the-caller": Case("y = local.block (x, w:8.6.1.1, p_s:8, p_b:8, p_m:8, p_v:8)", "Conv", outs=OUTER,
         header=LOCAL, functions=GIVEN),
     "parameters-that-it-does-not-fix": Case("y = local.block (x, w:8.6.1.1, s, p_b:8, p_m:8, p_v:8)", refused="not-constant",
         ins=f"{X6}, float[8] s", outs=OUTER, header=LOCAL, functions=GIVEN),
-    "a-function-for-every-module": Case("y = local.block (x, w:8.6.1.1, p_s:8, p_b:8, p_m:8, p_v:8) "
-        "q = local.block (x, w2:8.6.1.1, p_s, p_b, p_m, p_v)", "Conv Relu Conv Relu", outs=f"{OUTER}, {Y} q", header=LOCAL,
-        functions=MODULES),
+    "a-function-for-every-module": Case("y = local.block (x, w:8.6.1.1, p_s:8, p_b:8, p_m:8, p_v:8) q = local.block (x, w2:8.6.1.1, p_s, "
+        "p_b, p_m, p_v)", "Conv Relu Conv Relu", outs=f"{OUTER}, {Y} q", header=LOCAL, functions=MODULES),
     # One call gives constants, the other statistics that are computed: that one stays a call.
     "other-callers": Case("z = Conv (x, w:8.6.1.1) y = local.norm2d <eps = 0.25> (z, p_s:8, p_b:8, p_m:8, p_v:8) "
         "u = Conv (x, w2:8.6.1.1) q = local.norm2d <eps = 0.5> (u, p_s, p_b, m, p_v)", "Conv Conv norm2d",
