@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 
 from bnexport import schema
@@ -35,9 +34,12 @@ def kept(training: int, *, group_size: int = 1, body: bool = True) -> onnx.Model
     return proto
 
 
-def functions(proto: onnx.ModelProto, *texts: str) -> onnx.ModelProto:
-    proto.functions.extend(onnx.parser.parse_function(text) for text in texts)
-    return proto
+def with_functions(graph: str, *functions: str, opset: int = 18) -> onnx.ModelProto:
+    texts = (f'<opset_import: ["": {opset}, "local": 1], domain: "local"> {each}' for each in functions)
+    return model(f"g ({graph} {' '.join(texts)}", header=HEADER)
+
+
+ROW = "float[N,4] x) => (float[N,4] y) {{ {} }}"
 
 
 def check(proto: onnx.ModelProto, **inputs: np.ndarray) -> onnx.ModelProto:
@@ -84,33 +86,25 @@ def test_verification_compares_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize("condition", [True, False])
 def test_any_function(condition: bool) -> None:
     """Calls in calls and in branches; defaults and given attributes; an input returned; names that clash."""
-    scaled = """<domain: "local", opset_import: ["": 18]>
-    scaled <alpha: float = 0.5> (x) => (y) { y = LeakyRelu <alpha: float = @alpha> (x) }"""
-    twice = """<domain: "local", opset_import: ["": 18, "local": 1]>
-    twice (x, c) => (y, w) {
-        w = Identity (x)
-        z = local.scaled (x)
-        y = If (c) <
-            then_branch = t () => (o) { o = local.scaled <alpha = 0.25> (z) },
-            else_branch = e () => (q) { q = Neg (z) }
-        > }"""
-    body = """g (float[N,4] x, bool c) => (float[N,4] y, float[N,4] same, float[N,4] z) {
-        z, same = local.twice (x, c)
-        y = If (c) <
-            then_branch = t () => (float[N,4] a) { a, b = local.twice (z, c) },
-            else_branch = e () => (float[N,4] o) { o = local.scaled (z) }
-        > }"""
-    check(functions(model(body, header=HEADER), scaled, twice), c=np.asarray(condition))
+    proto = with_functions(
+        """float[N,4] x, bool c) => (float[N,4] y, float[N,4] same, float[N,4] z) {
+            z, same = local.twice (x, c)
+            y = If (c) <then_branch = t () => (float[N,4] a) { a, b = local.twice (z, c) },
+                        else_branch = e () => (float[N,4] o) { o = local.scaled (z) }> }""",
+        "scaled <alpha: float = 0.5> (x) => (y) { y = LeakyRelu <alpha: float = @alpha> (x) }",
+        """twice (x, c) => (y, w) {
+            w = Identity (x) z = local.scaled (x)
+            y = If (c) <then_branch = t () => (o) { o = local.scaled <alpha = 0.25> (z) },
+                        else_branch = e () => (q) { q = Neg (z) }> }""",
+    )
+    check(proto, c=np.asarray(condition))
 
 
 def test_a_function_that_returns_its_input() -> None:
     """ONNX Runtime takes no such function; the nodes it takes."""
-    body = "g (float[N,4] x) => (float[N,4] y, float[N,4] z) { y, z = local.f (x) }"
-    proto = functions(
-        model(body, header=HEADER), '<domain: "local", opset_import: ["": 18]> f (x) => (x, x) { n = Neg (x) }'
-    )
+    graph = "float[N,4] x) => (float[N,4] y, float[N,4] z) { y, z = local.f (x) }"
     x = np.ones((2, 4), np.float32)
-    for value in run(inline(proto, verify=False).model, {"x": x}):
+    for value in run(inline(with_functions(graph, "f (x) => (x, x) { n = Neg (x) }"), verify=False).model, {"x": x}):
         np.testing.assert_array_equal(value, x)
 
 
@@ -126,9 +120,8 @@ def test_nothing_to_inline_is_a_copy(tmp_path) -> None:
     [
         (lambda: kept(1, body=False), UnsupportedModelError, "trains and has no body of standard operators"),
         (lambda: kept(1, group_size=2, body=False), UnsupportedModelError, "needs the custom-op library"),
-        (lambda: functions(model("g (float[N,4] x) => (float[N] y) { y = local.f (x) }", header=HEADER),
-            '<domain: "local", opset_import: ["": 11]> f (x) => (y)'
-            " { y = ReduceSum <axes = [1], keepdims = 0> (x) }"), UnsupportedModelError,
+        (lambda: with_functions("float[N,4] x) => (float[N] y) { y = local.f (x) }",
+            "f (x) => (y) { y = ReduceSum <axes = [1], keepdims = 0> (x) }", opset=11), UnsupportedModelError,
             "it is for opset 11 of ONNX, the model for 18, and ReduceSum differs between them"),
         (lambda: doubling(30), UnsafeModelError, "would have more than 262144 nodes"),
     ],
@@ -146,25 +139,17 @@ def test_a_group_in_inference_needs_no_body() -> None:
 
 
 def test_an_older_opset_with_the_same_operators() -> None:
-    proto = model("g (float[N,4] x) => (float[N,4] y) { y = local.f (x) }", header=HEADER)
-    check(functions(proto, '<domain: "local", opset_import: ["": 17]> f (x) => (y) { y = Tanh (x) }'))
+    check(with_functions(ROW.format("y = local.f (x)"), "f (x) => (y) { y = Tanh (x) }", opset=17))
 
 
 def test_what_other_domains_remain() -> None:
-    proto = model("g (float[N,4] x) => (float[N,4] y) { a = local.f (x)\n y = other.Op (a) }", header=HEADER)
+    proto = with_functions(ROW.format("a = local.f (x) y = other.Op (a)"), "f (x) => (y) { y = Tanh (x) }")
     proto.opset_import.append(onnx.helper.make_opsetid("other", 1))
-    result = inline(
-        functions(proto, '<domain: "local", opset_import: ["": 18]> f (x) => (y) { y = Tanh (x) }'), verify=False
-    )
-    assert result.foreign == ("other:Op",) and result.calls == {"local:f": 1}
+    result = inline(proto, verify=False)
+    assert (result.foreign, result.calls) == (("other:Op",), {"local:f": 1})
 
 
 def doubling(depth: int) -> onnx.ModelProto:
     """Functions that call the next one twice."""
-    texts = [
-        f'<domain: "local", opset_import: ["": 18, "local": 1]> f{level} (x) => (y)'
-        f" {{ a = local.f{level + 1} (x)\n y = local.f{level + 1} (a) }}"
-        for level in range(depth)
-    ]
-    last = f'<domain: "local", opset_import: ["": 18]> f{depth} (x) => (y) {{ y = Relu (x) }}'
-    return functions(model("g (float[N,4] x) => (float[N,4] y) { y = local.f0 (x) }", header=HEADER), *texts, last)
+    calls = [f"f{i} (x) => (y) {{ a = local.f{i + 1} (x) y = local.f{i + 1} (a) }}" for i in range(depth)]
+    return with_functions(ROW.format("y = local.f0 (x)"), *calls, f"f{depth} (x) => (y) {{ y = Relu (x) }}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tests.folding.corpus.case import Case
 
 CASES: dict[str, Case] = {
@@ -39,6 +41,14 @@ CASES: dict[str, Case] = {
         "Norm (z, p:8)", "Conv Constant Resize", opset=10, judge="run"),
     "resize-19": Case("t = Conv (x, w:8.6.1.1) s = Constant <value = float[2] {2, 1.5}> () "
         'z = Resize <mode="linear", axes=[2,3]> (t, , s) y = Norm <training_mode=0> (z, p:8)', "Conv Constant Resize", opset=19),
+    # Before opset 7 an average was over the padding, too.
+    "average-pool-6": Case("t = Conv (x, w:8.6.1.1) z = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (t) "
+        "y = Norm <is_test=1> (z, p:8)", "Conv AveragePool Add", opset=6, judge="proof", method="not_run"),
+    "average-pool-6-of-a-scale": Case("t = Conv (x, w:8.6.1.1) z = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (t) "
+        "y = Norm <is_test=1> (z, p:8)", "Conv AveragePool", opset=6, judge="proof",
+        values={"p_b": np.zeros(8, np.float32), "p_m": np.zeros(8, np.float32)}),
+    "another-axis-by-attribute": Case("z = Conv (x, w:8.6.1.1) t = Mul <broadcast=1, axis=2> (z, k:8) "
+        "y = Add <broadcast=1, axis=2> (t, k)", "Conv Mul Add", opset=6, ins="float[2,6,8,3] x", judge="proof"),
     "dropout-1-test": Case("t = Conv (x, w:8.6.1.1) z = Dropout <is_test=1, consumed_inputs=[0], ratio=0.3> (t) "
         "y = Norm <is_test=1> (z, p:8)", "Conv Dropout", opset=1, judge="proof"),
     "dropout-1-training": Case("t = Conv (x, w:8.6.1.1) z = Dropout (t) y = Norm <is_test=1> (z, p:8)", refused="training", opset=1),

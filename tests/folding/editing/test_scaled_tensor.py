@@ -176,8 +176,9 @@ def two_gemms(tmp_path: Path, largest: float) -> Path:
     values = {name: np.ones((256, 128), np.float32) for name in "wv"}
     values["w"][200, 100] = largest
     values |= {"four": np.full(128, 4, np.float32), "one": np.ones(128, np.float32)}
-    norms = "y = BatchNormalization <epsilon = 0.0> (a, four, b:128, m:128, one) z = BatchNormalization <epsilon = 0.0> (c, four, b, m, one)"
-    text = f"g (float[N,256] x) => (float[N,128] y, float[N,128] z) {{ a = Gemm (x, w) c = Gemm (x, v) {norms} }}"
+    norm = "BatchNormalization <epsilon = 0.0>"
+    nodes = f"a = Gemm (x, w) y = {norm} (a, four, b:128, m:128, one) c = Gemm (x, v) z = {norm} (c, four, b, m, one)"
+    text = f"g (float[N,256] x) => (float[N,128] y, float[N,128] z) {{ {nodes} }}"
     save(ir.from_proto(model(text, values=values)), tmp_path / "source.onnx", external_data=True)
     return tmp_path / "source.onnx"
 
