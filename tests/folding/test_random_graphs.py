@@ -16,6 +16,8 @@ from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.support.onnx_text import assert_near, batch_norms, run
 
+FLOAT = onnx.TensorProto.FLOAT
+
 
 @dataclasses.dataclass
 class Builder:
@@ -28,45 +30,60 @@ class Builder:
     nodes: list[onnx.NodeProto] = dataclasses.field(default_factory=list)
     initializers: list[onnx.TensorProto] = dataclasses.field(default_factory=list)
 
+    def constant(self, array: np.ndarray) -> str:
+        self.initializers.append(onnx.numpy_helper.from_array(array, f"c{len(self.initializers)}"))
+        return self.initializers[-1].name
+
     def parameter(self, *shape: int, positive: bool = False) -> str:
         array = self.generator.standard_normal(shape).astype(np.float32)
-        name = f"c{len(self.initializers)}"
-        self.initializers.append(
-            onnx.numpy_helper.from_array(np.abs(array) + np.float32(0.5) if positive else array, name)
-        )
-        return name
+        return self.constant(np.abs(array) + np.float32(0.5) if positive else array)
 
     def integers(self, *values: int) -> str:
-        name = f"c{len(self.initializers)}"
-        self.initializers.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
-        return name
+        return self.constant(np.array(values, np.int64))
 
     def apply(self, op_type: str, *inputs: str, shape: tuple[int, ...] | None = None, **attributes: object) -> str:
-        output = f"{self.prefix}v{len(self.nodes)}"
-        name = f"{self.prefix}n{len(self.nodes)}"
+        output, name = (f"{self.prefix}{kind}{len(self.nodes)}" for kind in "vn")
         self.nodes.append(onnx.helper.make_node(op_type, list(inputs), [output], name=name, **attributes))
         self.value, self.shape = output, shape or self.shape
         return output
 
+    def either(self) -> bool:
+        return bool(self.generator.integers(2))
 
-def norm(builder: Builder) -> None:
+    def from_here(self, *pieces: Callable[[Builder], object]) -> list[str]:
+        """Apply each to the last tensor; return what they make."""
+        start, made = (self.value, self.shape), []
+        for piece in pieces:
+            self.value, self.shape = start
+            piece(self)
+            made.append(self.value)
+        return made
+
+
+def norm(builder: Builder, positive: bool = False) -> None:
     channels = builder.shape[1]
-    names = [builder.parameter(channels) for _ in range(3)]
+    names = [builder.parameter(channels) for _ in range(3 - positive)]
+    names = [builder.parameter(channels, positive=True), *names] if positive else names
     builder.apply("BatchNormalization", builder.value, *names, builder.parameter(channels, positive=True))
 
 
 def conv(builder: Builder, *, groups: int = 1, size: int = 1, pad: int = 0) -> None:
     n, channels, h, w = builder.shape
     weight = builder.parameter(6 * groups, channels // groups, size, size)
-    bias = [builder.parameter(6 * groups)] if builder.generator.integers(2) else []
+    bias = [builder.parameter(6 * groups)] if builder.either() else []
     shape = (n, 6 * groups, h - size + 1 + 2 * pad, w - size + 1 + 2 * pad)
     builder.apply("Conv", builder.value, weight, *bias, shape=shape, group=groups, pads=[pad] * 4)
 
 
+def same(builder: Builder) -> None:
+    """A convolution that keeps sizes and channels."""
+    channels = builder.shape[1]
+    builder.apply("Conv", builder.value, builder.parameter(channels, channels, 3, 3), pads=[1] * 4)
+
+
 def transposed(builder: Builder) -> None:
     n, channels, h, w = builder.shape
-    shape = (n, 4, h, w)
-    builder.apply("ConvTranspose", builder.value, builder.parameter(channels, 2, 1, 1), shape=shape, group=2)
+    builder.apply("ConvTranspose", builder.value, builder.parameter(channels, 2, 1, 1), shape=(n, 4, h, w), group=2)
 
 
 def constant_sum(builder: Builder) -> None:
@@ -81,28 +98,24 @@ def constant_product(builder: Builder) -> None:
 
 def branches(builder: Builder) -> None:
     """Two convolutions of one value, joined by a sum or side by side."""
-    source, shape = builder.value, builder.shape
-    conv(builder)
-    first, result = builder.value, builder.shape
-    builder.value, builder.shape = source, shape
-    conv(builder)
-    if builder.generator.integers(2):
-        builder.apply("Add", first, builder.value)
+    parts = builder.from_here(conv, conv)
+    n, channels, *sizes = builder.shape
+    if builder.either():
+        builder.apply("Add", *parts)
     else:
-        builder.apply("Concat", first, builder.value, axis=1, shape=(result[0], 2 * result[1], *result[2:]))
+        builder.apply("Concat", *parts, axis=1, shape=(n, 2 * channels, *sizes))
 
 
 def residual(builder: Builder) -> None:
     source = builder.value
-    channels = builder.shape[1]
-    builder.apply("Conv", builder.value, builder.parameter(channels, channels, 3, 3), pads=[1] * 4)
+    same(builder)
     norm(builder)
     builder.apply("Add", builder.value, source)
 
 
 def pooled(builder: Builder) -> None:
-    op_type = ["AveragePool", "MaxPool"][builder.generator.integers(2)]
-    extra = {"count_include_pad": int(builder.generator.integers(2))} if op_type == "AveragePool" else {}
+    op_type = ["AveragePool", "MaxPool"][builder.either()]
+    extra = {"count_include_pad": int(builder.either())} if op_type == "AveragePool" else {}
     builder.apply(op_type, builder.value, kernel_shape=[3, 3], pads=[1] * 4, **extra)
 
 
@@ -111,7 +124,7 @@ def positions(builder: Builder) -> None:
     n, channels, h, w = builder.shape
     builder.apply("Transpose", builder.value, perm=[0, 2, 3, 1])
     builder.apply("MatMul", builder.value, builder.parameter(channels, 6))
-    if builder.generator.integers(2):
+    if builder.either():
         builder.apply("Add", builder.value, builder.parameter(6))
     builder.apply("Transpose", builder.value, perm=[0, 3, 1, 2], shape=(n, 6, h, w))
 
@@ -119,9 +132,8 @@ def positions(builder: Builder) -> None:
 def flattened(builder: Builder) -> None:
     n, channels, h, w = builder.shape
     builder.apply("Reshape", builder.value, builder.integers(0, channels, -1))
-    if builder.generator.integers(2):
-        names = [builder.parameter(channels) for _ in range(3)]
-        builder.apply("BatchNormalization", builder.value, *names, builder.parameter(channels, positive=True))
+    if builder.either():
+        norm(builder)
     builder.apply("Reshape", builder.value, builder.integers(n, channels, h, w))
 
 
@@ -129,14 +141,11 @@ def split(builder: Builder) -> None:
     """Both halves of the channels, or of the rows, through a convolution each, and together again."""
     n, channels, h, w = builder.shape
     axis = int(builder.generator.integers(1, 3)) if h % 2 == 0 else 1
-    half = (n, channels // 2, h, w) if axis == 1 else (n, channels, h // 2, w)
-    first, second = f"v{len(builder.nodes)}a", f"v{len(builder.nodes)}b"
-    builder.nodes.append(
-        onnx.helper.make_node("Split", [builder.value], [first, second], name=f"n{len(builder.nodes)}", axis=axis)
-    )
-    outputs = []
-    for part in (first, second):
-        builder.value, builder.shape = part, half
+    count = len(builder.nodes)
+    parts, outputs = [f"v{count}a", f"v{count}b"], []
+    builder.nodes.append(onnx.helper.make_node("Split", [builder.value], parts, name=f"n{count}", axis=axis))
+    for part in parts:
+        builder.value, builder.shape = part, (n, channels // 2, h, w) if axis == 1 else (n, channels, h // 2, w)
         conv(builder)
         outputs.append(builder.value)
     builder.apply("Concat", *outputs, axis=2, shape=(n, 6, 2 * builder.shape[2], w))
@@ -144,51 +153,42 @@ def split(builder: Builder) -> None:
 
 def sliced(builder: Builder) -> None:
     """The inner channels, and all columns but the last. Later pieces need an even number of channels."""
-    if builder.generator.integers(2):
+    if builder.either():
         norm(builder)
     n, channels, h, w = builder.shape
-    if channels < 4 or w < 3:
-        return
-    starts, ends, axes = (builder.integers(*values) for values in ((1, 0), (channels - 1, -1), (1, 3)))
-    builder.apply("Slice", builder.value, starts, ends, axes, shape=(n, channels - 2, h, w - 1))
+    if channels >= 4 and w >= 3:
+        bounds = (builder.integers(*values) for values in ((1, 0), (channels - 1, -1), (1, 3)))
+        builder.apply("Slice", builder.value, *bounds, shape=(n, channels - 2, h, w - 1))
 
 
 def padded(builder: Builder) -> None:
     n, channels, h, w = builder.shape
     mode = ["constant", "edge", "reflect" if h > 1 and w > 1 else "edge"][builder.generator.integers(3)]
-    builder.apply(
-        "Pad", builder.value, builder.integers(0, 0, 1, 0, 0, 0, 1, 1), shape=(n, channels, h + 2, w + 1), mode=mode
-    )
+    pads = builder.integers(0, 0, 1, 0, 0, 0, 1, 1)
+    builder.apply("Pad", builder.value, pads, shape=(n, channels, h + 2, w + 1), mode=mode)
 
 
 def pre_activation(builder: Builder) -> None:
     """A residual sum, a batch norm with positive scales, an activation, and a padded convolution."""
-    source, channels = builder.value, builder.shape[1]
-    builder.apply("Conv", builder.value, builder.parameter(channels, channels, 3, 3), pads=[1] * 4)
+    source = builder.value
+    same(builder)
     builder.apply("Add", builder.value, source)
-    names = [builder.parameter(channels) for _ in range(2)]
-    builder.apply(
-        "BatchNormalization",
-        builder.value,
-        builder.parameter(channels, positive=True),
-        *names,
-        builder.parameter(channels, positive=True),
-    )
-    builder.apply(["Relu", "LeakyRelu"][builder.generator.integers(2)], builder.value)
+    norm(builder, positive=True)
+    builder.apply(["Relu", "LeakyRelu"][builder.either()], builder.value)
     conv(builder, size=3, pad=1)
+
+
+def averaged(builder: Builder) -> None:
+    builder.apply("GlobalAveragePool", builder.value, shape=(*builder.shape[:2], 1, 1))
+    conv(builder)
 
 
 def readers(builder: Builder) -> None:
     """A batch norm that several operators read."""
     builder.apply("Relu", builder.value)
     norm(builder)
-    source, shape = builder.value, builder.shape
-    conv(builder)
-    first, result = builder.value, builder.shape
-    builder.value, builder.shape = source, shape
-    builder.apply("GlobalAveragePool", builder.value, shape=(*shape[:2], 1, 1))
-    conv(builder)
-    builder.apply("Add", first, builder.value, shape=result)
+    n, _, *sizes = builder.shape
+    builder.apply("Add", *builder.from_here(conv, averaged), shape=(n, 6, *sizes))
 
 
 PIECES = {
@@ -225,19 +225,14 @@ def build(
     for name in names:
         pieces[name](builder)
     if tail:
-        n, channels, h, w = builder.shape
-        builder.apply("Flatten", builder.value, shape=(n, channels * h * w))
-        builder.apply(
-            "Gemm", builder.value, builder.parameter(5, channels * h * w), builder.parameter(5), transB=1, shape=(n, 5)
-        )
+        n, size = builder.shape[0], int(np.prod(builder.shape[1:]))
+        builder.apply("Flatten", builder.value, shape=(n, size))
+        weights = (builder.parameter(5, size), builder.parameter(5))
+        builder.apply("Gemm", builder.value, *weights, transB=1, shape=(n, 5))
         norm(builder)
-    graph = onnx.helper.make_graph(
-        builder.nodes,
-        "random",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("N", 4, *area))],
-        [onnx.helper.make_tensor_value_info(builder.value, onnx.TensorProto.FLOAT, (None,) * len(builder.shape))],
-        builder.initializers,
-    )
+    inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, ("N", 4, *area))]
+    outputs = [onnx.helper.make_tensor_value_info(builder.value, FLOAT, (None,) * len(builder.shape))]
+    graph = onnx.helper.make_graph(builder.nodes, "random", inputs, outputs, builder.initializers)
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
 
 
@@ -253,17 +248,12 @@ def test_random_graphs(names: list[str], seed: int, tail: bool) -> None:
     assert_near(run(folded, {"x": x})[0], run(proto, {"x": x})[0])
     kept = [site for site in result.report.sites if site.outcome == "kept" and site.op_type == "BatchNormalization"]
     merged = [site for site in result.report.sites if site.outcome == "merged"]
-    assert batch_norms(folded) == len(merged) + sum(
-        sum(node_is_norm(proto, name) for name in site.nodes) for site in kept
-    )
+    norms = {node.name for node in proto.graph.node if node.op_type == "BatchNormalization"}
+    assert batch_norms(folded) == len(merged) + sum(len(norms & {*site.nodes}) for site in kept)
     assert all(site.reason for site in kept)
     assert len(folded.graph.node) <= len(proto.graph.node)
     again = fold(folded, verify=False)
     assert batch_norms(to_proto(again.model)) == batch_norms(folded)
-
-
-def node_is_norm(proto: onnx.ModelProto, name: str) -> bool:
-    return next(node.op_type for node in proto.graph.node if node.name == name) == "BatchNormalization"
 
 
 def test_the_pieces_do_fold() -> None:
@@ -288,18 +278,13 @@ def test_graphs_inside_functions() -> None:
 
 
 def in_a_function(proto: onnx.ModelProto) -> onnx.ModelProto:
-    parameters = [tensor.name for tensor in proto.graph.initializer]
-    output = proto.graph.output[0]
-    function = onnx.helper.make_function(
-        "local", "net", ["x", *parameters], [output.name], proto.graph.node, [onnx.helper.make_opsetid("", 17)]
-    )
-    second = onnx.helper.make_tensor_value_info("second", onnx.TensorProto.FLOAT, (None,) * 4)
-    nodes = [
-        onnx.helper.make_node("net", ["x", *parameters], [name], domain="local", name=f"call_{name}")
-        for name in (output.name, "second")
-    ]
-    graph = onnx.helper.make_graph(
-        nodes, "called", list(proto.graph.input), [output, second], list(proto.graph.initializer)
-    )
+    inputs, output = ["x", *(tensor.name for tensor in proto.graph.initializer)], proto.graph.output[0]
     opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("local", 1)]
+    function = onnx.helper.make_function("local", "net", inputs, [output.name], proto.graph.node, opsets[:1])
+    outputs = [output, onnx.helper.make_tensor_value_info("second", FLOAT, (None,) * 4)]
+    calls = [
+        onnx.helper.make_node("net", inputs, [value.name], domain="local", name=f"call_{value.name}")
+        for value in outputs
+    ]
+    graph = onnx.helper.make_graph(calls, "called", list(proto.graph.input), outputs, list(proto.graph.initializer))
     return onnx.helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)

@@ -1,4 +1,4 @@
-"""python -m tests.forms [--operator NAME] [--quota N] [--json FILE] [--models FOLDER] [--evaluator]
+"""python -m tests.forms [--operator NAME] [--quota N] [--json FILE] [--evaluator]
 
 Folds a batch norm next to every legal form of every operator that a rule or a lemma names, and compares results and
 proofs with ONNX Runtime. Prints each finding and the counts; ends with 1 where something was found. With --evaluator, compares
@@ -34,7 +34,6 @@ def main() -> int:
     parser.add_argument("--operator", choices=sorted(EVALUATED), action="append")
     parser.add_argument("--quota", type=int, default=QUOTA, help="forms of each version for each shape")
     parser.add_argument("--json", type=Path, help="write the counts; operators that were not run keep theirs")
-    parser.add_argument("--models", type=Path, help="a folder for the models of findings")
     parser.add_argument("--evaluator", action="store_true", help="compare the evaluator of nodes")
     arguments = parser.parse_args()
     if arguments.evaluator:
@@ -46,13 +45,9 @@ def main() -> int:
     for op_type in arguments.operator or sorted(RECIPES):
         row = Row()
         for one in of_operator(op_type, arguments.quota):
-            for place, finding, models in judge(one, row):
+            for place, finding in judge(one, row):
                 found += 1
                 print(f"{finding.kind.upper()} {found} {one.describe()}, {place}: {finding.text}", flush=True)
-                if arguments.models is not None:
-                    arguments.models.mkdir(parents=True, exist_ok=True)
-                    for name, model in zip("ab", models, strict=False):
-                        onnx.save(model, arguments.models / f"{found}{name}.onnx")
         gc.collect()  # a call leaves its cycles in the oldest generation, which is hardly ever collected
         _print(op_type, row, time.monotonic() - start)
         stored[op_type] = {**vars(row), "findings": dict(row.findings)}

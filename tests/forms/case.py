@@ -13,21 +13,9 @@ import onnx.defs
 FIRST = 7
 # Ranks 2 to 5, a vector and a scalar. Sizes that differ show an exchanged axis by the shape, sizes that are equal do not.
 RANKS = (4, 2, 3, 5)
-SIZES: dict[str, tuple[int, ...]] = {
-    "sizes differ": (2, 4, 3, 5, 1),
-    "N = C = H = W": (3, 3, 3, 3, 3),
-    "C = H = W": (2, 4, 4, 4, 1),
-    "N = C": (2, 2, 3, 4, 2),
-    "C = 1": (2, 1, 4, 3, 2),
-    "N = 0": (0, 4, 3, 5, 2),
-    "N = 1": (1, 4, 3, 5, 2),
-    "all 1": (1, 1, 1, 1, 1),
-    "blocks": (1, 8, 4, 2, 2),
-}
-# Words of a case that name an optional input which is absent.
-OPTIONAL = {
-    *("bias", "C", "axes", "steps", "value", "split", "roi", "scales", "sizes", "ratio", "training_mode", "min", "max")
-}
+SIZES = ((2, 4, 3, 5, 1), (3, 3, 3, 3, 3), (2, 4, 4, 4, 1), (2, 2, 3, 4, 2), (2, 1, 4, 3, 2), (0, 4, 3, 5, 2), (1, 4, 3, 5, 2),
+    (1, 1, 1, 1, 1), (1, 8, 4, 2, 2))  # fmt: skip
+SHAPES = [*dict.fromkeys(sizes[:rank] for rank in RANKS for sizes in SIZES), (4,), ()]
 Shape = tuple[int, ...]
 
 
@@ -49,19 +37,34 @@ Operand = Data | Other | np.ndarray | None
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A node. outputs: how many it has; read: which of them goes on; words: what is special about its operands."""
+    """A node. outputs: how many it has; read: which of them goes on."""
 
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     operands: Sequence[Operand] = (DATA,)
     outputs: int = 1
     read: int = 0
-    words: tuple[str, ...] = ()
 
-    def tags(self) -> set[str]:
+    def absent(self, declared: onnx.defs.OpSchema) -> set[str]:
+        """Return the names of the optional inputs that it lacks."""
+        lacks = [*(operand is None for operand in self.operands), *[True] * len(declared.inputs)]
+        optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+        return {each.name for each, lack in zip(declared.inputs, lacks) if each.option == optional and lack}
+
+    def tags(self, declared: onnx.defs.OpSchema) -> set[str]:
         """Return what this form covers."""
         given = {f"{name}={value}" for name, value in self.attributes.items()}
-        absent = {f"no {name}" for name in self.words if name in OPTIONAL}
-        return given | absent | {f"{len(self.operands)} operands"}
+        return given | {f"no {name}" for name in self.absent(declared)} | {f"{len(self.operands)} operands"}
+
+    def __str__(self) -> str:
+        shown = {Data: "x", type(None): "none"}
+        operands = (shown.get(type(each)) or getattr(each, "shape", ()) for each in self.operands)
+        attributes = ", ".join(f"{name}={value}" for name, value in self.attributes.items())
+        return f"<{attributes}> ({', '.join(map(str, operands))})"
+
+
+def form(*operands: Operand, outputs: int = 1, read: int = 0, **attributes: Any) -> Case:
+    """Return the form of the operands, of the data alone by default."""
+    return Case(attributes, operands or (DATA,), outputs, read)
 
 
 @dataclasses.dataclass(frozen=True)

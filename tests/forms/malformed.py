@@ -39,13 +39,11 @@ def malformed(case: Case) -> Iterator[tuple[str, Case]]:
             yield f"operand {index} of a rank more", given(index, operand[None])
             yield (
                 f"operand {index} a scalar",
-                given(index, operand.reshape(-1)[:1].reshape(()) if operand.size else operand),
+                given(index, operand.reshape(-1)[0:1].reshape(()) if operand.size else operand),
             )
             yield f"operand {index} shorter", given(index, operand[..., :-1] if operand.ndim else operand)
-            yield (
-                f"operand {index} longer",
-                given(index, np.concatenate([operand, operand], -1) if operand.ndim else operand),
-            )
+            longer = np.concatenate([operand, operand], -1) if operand.ndim else operand
+            yield f"operand {index} longer", given(index, longer)
     for name, value in case.attributes.items():
         rest = {key: each for key, each in case.attributes.items() if key != name}
         yield f"no {name}", dataclasses.replace(case, attributes=rest)
@@ -55,11 +53,8 @@ def malformed(case: Case) -> Iterator[tuple[str, Case]]:
 
 def _others(value: Any) -> list[Any]:
     if isinstance(value, list):
-        return [
-            [*value, *value[-1:]],
-            value[:-1],
-            [-each for each in value] if value and not isinstance(value[0], str) else [],
-        ]
+        negated = [-each for each in value] if value and not isinstance(value[0], str) else []
+        return [[*value, *value[-1:]], value[:-1], negated]
     if isinstance(value, str):
         return ["unknown"]
     return [value + 1, -value - 1] if isinstance(value, int) else [-value, float("nan")]

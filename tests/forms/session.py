@@ -15,7 +15,7 @@ from bnexport.folding.branches import collapse
 from bnexport.folding.rules import ALL
 from bnexport.verification.proof.lemmas import LEMMAS
 from tests.forms import placements, trial
-from tests.forms.case import RANKS, SIZES, Case, Setting, Shape, versions
+from tests.forms.case import SHAPES, Case, Setting, Shape, schema, versions
 from tests.forms.engine import Refused, newest_opset, run
 from tests.forms.placements import PLACES, Impossible, Result
 from tests.forms.recipes import RECIPES, Recipe
@@ -29,12 +29,6 @@ def named() -> set[str]:
     rules = {op_type for rule in ALL for op_type in rule.op_types}
     readers = {*sites.OP_TYPES, *collapse.LINEAR}
     return rules | readers | {*LEMMAS}
-
-
-def shapes() -> list[tuple[str, Shape]]:
-    """Return every shape of the data, with its name."""
-    found = {sizes[:rank]: f"{name}, rank {rank}" for rank in RANKS for name, sizes in SIZES.items()}
-    return [*((name, shape) for shape, name in found.items()), ("vector", (4,)), ("scalar", ())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +45,7 @@ class Trial:
     seed: int
 
     def describe(self) -> str:
-        return f"{self.op_type}-{self.version} (opset {self.opset}) {_words(self.case)} on {list(self.shape)}"
-
-
-def _words(case: Case) -> str:
-    attributes = ", ".join(f"{name}={value}" for name, value in case.attributes.items())
-    return f"<{attributes}> {'; '.join(case.words)}"
+        return f"{self.op_type}-{self.version} (opset {self.opset}) {self.case} on {list(self.shape)}"
 
 
 def trials(
@@ -68,12 +57,9 @@ def trials(
     recipe: None for that of RECIPES.
     """
     generator = np.random.default_rng(zlib.crc32(f"{op_type} {version}".encode()))
-    every = shapes()
-    order = range(len(every)) if sizes is None else generator.permutation(len(every))
-    covered: set[str] = set()
-    taken = 0
-    for index in order:
-        shape = every[index][1]
+    order = range(len(SHAPES)) if sizes is None else generator.permutation(len(SHAPES))
+    declared, covered, taken = schema(op_type, version), set[str](), 0
+    for shape in (SHAPES[index] for index in order):
         setting = Setting(op_type, version, shape, generator)
         cases = list((recipe or RECIPES[op_type])(setting))
         if not cases:
@@ -81,7 +67,7 @@ def trials(
         left = quota
         for place in generator.permutation(len(cases)):
             case = cases[place]
-            news = case.tags() - covered
+            news = case.tags(declared) - covered
             if not left and (not news or sizes is not None):
                 continue
             left -= left > 0
@@ -116,8 +102,8 @@ class Row:
     findings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
-def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
-    """Run one form in all its places; yield findings with the place and the models."""
+def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding]]:
+    """Run one form in all its places; yield findings with the place."""
     try:
         result = computed(one, one.case)
     except Refused:
@@ -135,14 +121,14 @@ def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding, list[onnx.
         row.models += 1
         row.folded += outcome.status == "folded"
         row.kept += outcome.status == "kept"
-        row.proved += sum(proof == "passed" for proof in outcome.proofs)
-        row.undecided += sum(proof == "not_verified" for proof in outcome.proofs)
-        for finding in outcome.findings:
-            row.findings[finding.kind] += 1
-            yield place, finding, [proto]
+        row.proved += outcome.proofs.count("passed")
+        row.undecided += outcome.proofs.count("not_verified")
+        findings = list(outcome.findings)
         # In one place: what the forms are next to says little about their difference; without rows they have none.
-        if not outcome.findings and 0 not in one.shape and place == one.places[one.seed % len(one.places)]:
-            yield from _exchanged(one, row, place, proto)
+        if not findings and 0 not in one.shape and place == one.places[one.seed % len(one.places)]:
+            findings = _exchanged(one, row, place, proto)
+        row.findings.update(finding.kind for finding in findings)
+        yield from ((place, finding) for finding in findings)
 
 
 def computed(one: Trial, case: Case) -> Result:
@@ -151,18 +137,13 @@ def computed(one: Trial, case: Case) -> Result:
     return Result(output.shape, output.dtype)
 
 
-def _exchanged(
-    one: Trial, row: Row, place: str, proto: onnx.ModelProto
-) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
+def _exchanged(one: Trial, row: Row, place: str, proto: onnx.ModelProto) -> list[trial.Finding]:
     """Put another form of the same operator in the place of this one, all else equal."""
     try:
         result = computed(one, one.sibling)
         other = placements.build(one.op_type, one.sibling, place, one.shape, result, one.opset, one.seed)
         found = list(trial.exchange(proto, other, one.shape))
     except (Impossible, Refused):
-        return
+        return []
     row.exchanged += 1
-    for finding in found:
-        row.findings[finding.kind] += 1
-        text = f"{_words(one.sibling)} instead: {finding.text}"
-        yield place, trial.Finding(finding.kind, text), [proto, other]
+    return [trial.Finding(each.kind, f"{one.sibling} instead: {each.text}") for each in found]

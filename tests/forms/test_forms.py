@@ -6,13 +6,12 @@ import itertools
 import json
 
 import numpy as np
-import onnx.defs
 import pytest
 
 from benchmarks.page import RESULTS
 from tests.forms import malformed
 from tests.forms.__main__ import QUOTA
-from tests.forms.case import Setting, schema, versions
+from tests.forms.case import Setting, form, schema, versions
 from tests.forms.engine import newest_opset
 from tests.forms.recipes import RECIPES
 from tests.forms.session import EXCLUDED, Row, judge, named, of_operator
@@ -25,7 +24,7 @@ def findings(op_type: str, quota: int, sizes: int | None, step: int = 1) -> tupl
     """Run every `step`th form of one operator; return what was found, and how many ran."""
     row, found = Row(), []
     for one in itertools.islice(of_operator(op_type, quota, sizes), 0, None, step):
-        found += [f"{it.kind}: {one.describe()}, {place}: {it.text}" for place, it, _ in judge(one, row)]
+        found += [f"{it.kind}: {one.describe()}, {place}: {it.text}" for place, it in judge(one, row)]
     return found, row.forms
 
 
@@ -44,12 +43,8 @@ def test_the_forms_use_every_attribute_and_leave_out_every_optional_input(op_typ
         ]
         used = {name for case in cases for name in case.attributes}
         assert used == set(declared.attributes) - UNUSED, (op_type, first)
-        for index, each in enumerate(declared.inputs):
-            if each.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
-                continue
-            absent = [len(case.operands) <= index or case.operands[index] is None for case in cases]
-            assert any(absent), (op_type, first, each.name)
-            assert not all(absent), (op_type, first, each.name)
+        for name in form().absent(declared):
+            assert {name in case.absent(declared) for case in cases} == {True, False}, (op_type, first, name)
 
 
 @pytest.mark.parametrize("op_type", sorted(RECIPES))

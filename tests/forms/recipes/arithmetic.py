@@ -8,121 +8,78 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 
-from tests.forms.case import DATA, Case, Operand, Other, Setting
+from tests.forms.case import DATA, Case, Operand, Other, Setting, Shape, form
+
+_ROUNDING = {"saturate": [0, 1], "round_mode": ["up", "down", "nearest"]}
+_CAST_TO = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 UINT8 INT32 INT64 BOOL FLOAT8E4M3FN FLOAT8E5M2 INT4 UINT4 INT2 FLOAT4E2M1 FLOAT8E8M0"
 
 
-def operand_shapes(setting: Setting) -> Iterator[tuple[int, ...]]:
-    """Yield shapes that broadcast with the data's, to its rank and to a higher one."""
+def operand_shapes(setting: Setting) -> list[Shape]:
+    """Return shapes that broadcast with the data's, to its rank and to a higher one."""
     shape, rank = setting.shape, setting.rank
-    yield ()
-    yield (1,)
-    yield shape
-    yield (1,) * rank
-    yield (1,) * (rank + 1)
-    yield (2, *shape)
-    yield shape[1:]
+    found = {(), (1,), shape, (1,) * rank, (1,) * (rank + 1), (2, *shape), shape[1:]}
     if rank >= 2:
-        yield (1, *shape[1:])
-        yield (shape[0], *[1] * (rank - 1))
+        found |= {(1, *shape[1:]), (shape[0], *[1] * (rank - 1))}
     for axis in range(rank):
-        yield tuple(shape[axis] if place == axis else 1 for place in range(rank))
-        yield (shape[axis], *[1] * (rank - 1 - axis))
+        ones = [1] * (rank - 1 - axis)
+        found |= {tuple(shape[axis] if place == axis else 1 for place in range(rank)), (shape[axis], *ones)}
         # Where the data has one element, the other operand may have several.
-        if shape[axis] == 1:
-            yield (3, *[1] * (rank - 1 - axis))
+        found |= {(3, *ones)} if shape[axis] == 1 else set()
+    return sorted(found)
 
 
 def binary(setting: Setting) -> Iterator[Case]:
-    yield Case({}, (DATA, DATA), words=("x x",))
-    for shape in sorted({*operand_shapes(setting)}):
-        for first in (False, True):
-            operands: list[list[Operand]] = [[DATA, setting.floats(*shape)], [DATA, Other(shape)]]
-            for each in operands:
-                kind = "constant" if isinstance(each[1], np.ndarray) else "other"
-                yield Case(
-                    {}, each[::-1] if first else each, words=(f"{kind} {list(shape)} {'first' if first else 'second'}",)
-                )
+    yield form(DATA, DATA)
+    for shape in operand_shapes(setting):
+        constant = setting.floats(*shape)
+        yield from (
+            form(*each) for each in ((DATA, constant), (DATA, Other(shape)), (constant, DATA), (Other(shape), DATA))
+        )
 
 
 def variadic(setting: Setting) -> Iterator[Case]:
-    yield Case()
-    yield Case({}, (DATA, DATA), words=("x x",))
-    yield Case({}, (DATA, DATA, DATA), words=("x x x",))
-    for shape in sorted({*operand_shapes(setting)}):
+    yield from (form(*[DATA] * count) for count in (1, 2, 3))
+    for shape in operand_shapes(setting):
         constant, other = setting.floats(*shape), Other(shape)
         for each in ((DATA, constant), (constant, DATA), (DATA, other), (other, DATA, constant), (DATA, other, DATA)):
-            words = "".join("xoc"[isinstance(one, Other) + 2 * isinstance(one, np.ndarray)] for one in each)
-            yield Case({}, each, words=(f"{words} {list(shape)}",))
+            yield form(*each)
 
 
-def _fits(slope: tuple[int, ...], data: tuple[int, ...]) -> bool:
+def _fits(slope: Shape, data: Shape) -> bool:
     """Whether a slope broadcasts to the data's shape; ONNX allows no other, and ONNX Runtime enlarges the data."""
     pairs = zip(slope[::-1], data[::-1], strict=False)
     return len(slope) <= len(data) and all(one in (1, two) for one, two in pairs)
 
 
 def sloped(setting: Setting) -> Iterator[Case]:
-    for shape in sorted({*operand_shapes(setting)}):
-        if not _fits(shape, setting.shape):
-            continue
-        for sign in (1.0, -1.0):
-            slope = np.asarray(sign * np.abs(setting.floats(*shape)), np.float32)
-            yield Case({}, (DATA, slope), words=(f"slope {list(shape)} {sign}",))
-        yield Case({}, (DATA, Other(shape)), words=(f"slope computed {list(shape)}",))
+    for shape in operand_shapes(setting):
+        if _fits(shape, setting.shape):
+            for sign in (1.0, -1.0):
+                yield form(DATA, np.asarray(sign * np.abs(setting.floats(*shape)), np.float32))
+            yield form(DATA, Other(shape))
 
 
 def alpha(setting: Setting) -> Iterator[Case]:
     choices = {"alpha": [0.0, 0.01, 0.5, 1.0, 2.0, -0.5], "beta": [0.5, 0.0, -0.5]}
-    yield from (Case(attributes) for attributes in setting.each(choices))
+    yield from map(Case, setting.each(choices))
 
 
 def clip(setting: Setting) -> Iterator[Case]:
     if setting.knows("min"):
-        yield from (Case(attributes) for attributes in setting.each({"min": [-0.5, 0.0], "max": [0.5, 6.0]}))
+        yield from map(Case, setting.each({"min": [-0.5, 0.0], "max": [0.5, 6.0]}))
         return
-    for low, high in itertools.product((None, -0.5, 0.0), (None, 0.5, 6.0)):
-        bounds = [None if each is None else np.float32(each) for each in (low, high)]
-        words = tuple(name for name, each in (("min", low), ("max", high)) if each is None)
-        yield Case(
-            {},
-            (DATA, *(None if each is None else np.asarray(each) for each in bounds)),
-            words=(*words, f"{low} {high}"),
-        )
+    for bounds in itertools.product((None, -0.5, 0.0), (None, 0.5, 6.0)):
+        yield form(DATA, *(None if each is None else np.asarray(each, np.float32) for each in bounds))
 
 
 def cast(setting: Setting) -> Iterator[Case]:
-    kinds = onnx.TensorProto
-    targets = [
-        kinds.FLOAT,
-        kinds.DOUBLE,
-        kinds.FLOAT16,
-        kinds.BFLOAT16,
-        kinds.INT8,
-        kinds.UINT8,
-        kinds.INT32,
-        kinds.INT64,
-    ]
-    targets += [
-        kinds.BOOL,
-        kinds.FLOAT8E4M3FN,
-        kinds.FLOAT8E5M2,
-        kinds.INT4,
-        kinds.UINT4,
-        kinds.INT2,
-        kinds.FLOAT4E2M1,
-        kinds.FLOAT8E8M0,
-    ]
-    for target in targets:
-        for attributes in setting.each(
-            {"saturate": [0, 1], "round_mode": ["up", "down", "nearest"]}, {"to": target}, mixed=0
-        ):
-            yield Case(attributes)
+    for target in _CAST_TO.split():
+        yield from map(Case, setting.each(_ROUNDING, {"to": getattr(onnx.TensorProto, target)}, mixed=0))
 
 
 def cast_like(setting: Setting) -> Iterator[Case]:
     for dtype in (np.float32, np.float64, np.float16, np.int32):
-        for attributes in setting.each({"saturate": [0, 1], "round_mode": ["up", "down", "nearest"]}):
-            yield Case(attributes, (DATA, np.ones(1, dtype)), words=(f"like {np.dtype(dtype)}",))
+        yield from (form(DATA, np.ones(1, dtype), **attributes) for attributes in setting.each(_ROUNDING))
 
 
 def dropout(setting: Setting) -> Iterator[Case]:
@@ -130,61 +87,48 @@ def dropout(setting: Setting) -> Iterator[Case]:
         if setting.version < 12:
             yield from (Case(attributes, outputs=outputs) for attributes in setting.each({"ratio": [0.0, 0.3]}))
             continue
+        ratio, zero, false, true = (np.asarray(each) for each in (np.float32(0.3), np.float32(0), False, True))
         for attributes in setting.each({"seed": [0, 7]}):
-            ratio, mode = np.asarray(np.float32(0.3)), np.asarray(False)
-            yield Case(attributes, outputs=outputs, words=("ratio", "training_mode"))
-            yield Case(attributes, (DATA, ratio), outputs, words=("training_mode",))
-            yield Case(attributes, (DATA, ratio, mode), outputs, words=("not training",))
-            yield Case(attributes, (DATA, None, mode), outputs, words=("ratio", "not training"))
-            yield Case(
-                attributes, (DATA, np.asarray(np.float32(0.0)), np.asarray(True)), outputs, words=("training, ratio 0",)
-            )
+            for inputs in ((), (ratio,), (ratio, false), (None, false), (zero, true)):
+                yield form(DATA, *inputs, outputs=outputs, **attributes)
 
 
 def gemm(setting: Setting) -> Iterator[Case]:
     if setting.rank != 2:
         return
+
+    def matrix(rows: int, columns: int, turned: object) -> np.ndarray:
+        return setting.floats(*((columns, rows) if turned else (rows, columns)))
+
     choices = {"alpha": [0.5, -2.0, 1.0], "beta": [0.5, 0.0, -1.0], "transA": [0, 1], "transB": [0, 1]}
     for attributes in setting.each(choices, mixed=24):
-        rows, inner = setting.shape[::-1] if attributes.get("transA") else setting.shape
-        columns = 4
-        weight = setting.floats(*((columns, inner) if attributes.get("transB") else (inner, columns)))
-        thirds: list[tuple[int, ...]] = [(), (1,), (columns,), (1, columns), (rows, 1), (rows, columns), (1, 1)]
-        for shape in thirds:
-            yield Case(attributes, (DATA, weight, setting.floats(*shape)), words=(f"C {list(shape)}",))
+        left, right = attributes.get("transA"), attributes.get("transB")
+        rows, inner = setting.shape[::-1] if left else setting.shape
+        weight = matrix(inner, 4, right)
+        for shape in ((), (1,), (4,), (1, 4), (rows, 1), (rows, 4), (1, 1)):
+            yield form(DATA, weight, setting.floats(*shape), **attributes)
         if setting.version >= 11:
-            yield Case(attributes, (DATA, weight), words=("C",))
-        yield Case(attributes, (DATA, weight, Other((columns,))), words=("C computed",))
+            yield form(DATA, weight, **attributes)
+        yield form(DATA, weight, Other((4,)), **attributes)
         # The data as the second operand, and as the third.
-        inner, columns = setting.shape[::-1] if attributes.get("transB") else setting.shape
-        left = setting.floats(*((inner, 3) if attributes.get("transA") else (3, inner)))
-        yield Case(attributes, (left, DATA, setting.floats(columns)), words=("data is B",))
-        first = setting.floats(*((3, setting.shape[0]) if attributes.get("transA") else (setting.shape[0], 3)))
-        second = setting.floats(*((setting.shape[1], 3) if attributes.get("transB") else (3, setting.shape[1])))
-        yield Case(attributes, (first, second, DATA), words=("data is C",))
+        inner, columns = setting.shape[::-1] if right else setting.shape
+        yield form(matrix(3, inner, left), DATA, setting.floats(columns), **attributes)
+        rows, columns = setting.shape
+        yield form(matrix(rows, 3, left), matrix(3, columns, right), DATA, **attributes)
 
 
 def matmul(setting: Setting) -> Iterator[Case]:
     if not setting.rank:
         return
     inner, shape = setting.shape[-1], setting.shape
-    rights: list[tuple[int, ...]] = [
-        (inner,),
-        (inner, inner),
-        (inner, 3),
-        (1, inner, 4),
-        (2, inner, 3),
-        (1, 1, inner, 2),
-    ]
-    if setting.rank > 2:
-        rights.append((*shape[:-2], inner, 3))
-    for each in rights:
-        yield Case({}, (DATA, setting.floats(*each)), words=(f"{list(each)} right",))
-    yield Case({}, (DATA, Other((inner, 3))), words=("right computed",))
+    rights: list[Shape] = [(inner,), (inner, inner), (inner, 3), (1, inner, 4), (2, inner, 3), (1, 1, inner, 2)]
+    rights += [(*shape[:-2], inner, 3)] if setting.rank > 2 else []
+    yield from (form(DATA, setting.floats(*each)) for each in rights)
+    yield form(DATA, Other((inner, 3)))
     if setting.rank > 1:
         rows = shape[-2]
-        for each in ((rows,), (rows, rows), (3, rows), (1, 3, rows), (2, 3, rows)):
-            yield Case({}, (setting.floats(*each), DATA), words=(f"{list(each)} left",))
+        lefts: list[Shape] = [(rows,), (rows, rows), (3, rows), (1, 3, rows), (2, 3, rows)]
+        yield from (form(setting.floats(*each), DATA) for each in lefts)
 
 
 def einsum(setting: Setting) -> Iterator[Case]:
@@ -203,13 +147,13 @@ def einsum(setting: Setting) -> Iterator[Case]:
         ("z", (2,), "z" + data),
     ):
         values = setting.floats(*own)
-        yield Case({"equation": f"{data},{weight}->{made}"}, (DATA, values), words=(weight, made))
-        yield Case({"equation": f"{weight},{data}->{made}"}, (values, DATA), words=(weight, made, "first"))
+        yield form(DATA, values, equation=f"{data},{weight}->{made}")
+        yield form(values, DATA, equation=f"{weight},{data}->{made}")
     matrix = setting.floats(shape[-1], 4)
-    yield Case({"equation": f"...{last}, {last}z -> ...z"}, (DATA, matrix), words=("ellipsis",))
-    yield Case({"equation": f"{data},{last}z"}, (DATA, matrix), words=("implicit",))
-    yield Case({"equation": f"{data}->{data[::-1]}"}, (DATA,), words=("alone",))
-    yield Case({"equation": f"{data},{data}->{data}"}, (DATA, Other(shape)), words=("right computed",))
+    yield form(DATA, matrix, equation=f"...{last}, {last}z -> ...z")
+    yield form(DATA, matrix, equation=f"{data},{last}z")
+    yield form(equation=f"{data}->{data[::-1]}")
+    yield form(DATA, Other(shape), equation=f"{data},{data}->{data}")
 
 
 def batch_normalization(setting: Setting) -> Iterator[Case]:
@@ -222,9 +166,8 @@ def batch_normalization(setting: Setting) -> Iterator[Case]:
 
     choices = {"epsilon": [0.0, 1e-5, 1.0], "momentum": [0.0, 0.5, 1.0], "training_mode": [0, 1]}
     for attributes in setting.each(choices):
-        yield Case(attributes, four(channels), 3 if attributes.get("training_mode") else 1)
-        if attributes.get("training_mode"):
-            yield Case(attributes, four(channels))
+        for outputs in (3, 1) if attributes.get("training_mode") else (1,):
+            yield Case(attributes, four(channels), outputs)
     if setting.version < 14:
         yield Case({}, four(channels), outputs=5)
     if setting.knows("spatial"):

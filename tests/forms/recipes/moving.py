@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.forms.case import DATA, Case, Operand, Other, Setting, axes_of
+from tests.forms.case import DATA, Case, Operand, Other, Setting, axes_of, form
 
 LARGE = np.iinfo(np.int64).max
 
@@ -40,42 +40,37 @@ def reshape(setting: Setting) -> Iterator[Case]:
         if rest and rest[-1] % 2 == 0:
             targets += [(n, c, *rest[:-1], 2, rest[-1] // 2), (n, c * 2, *rest[:-1], rest[-1] // 2)]
     for target in targets:
-        for attributes in setting.each({"allowzero": [0, 1]}):
-            yield Case(attributes, (DATA, integers(*target)), words=(f"to {list(target)}",))
+        yield from (form(DATA, integers(*target), **each) for each in setting.each({"allowzero": [0, 1]}))
 
 
 def transpose(setting: Setting) -> Iterator[Case]:
     orders = list(itertools.permutations(range(setting.rank)))
     chosen = orders if len(orders) <= 24 else [orders[i] for i in setting.generator.permutation(len(orders))[:24]]
-    yield from (Case(attributes) for attributes in setting.each({"perm": [list(order) for order in chosen]}))
+    yield from map(Case, setting.each({"perm": [list(order) for order in chosen]}))
 
 
 def flatten(setting: Setting) -> Iterator[Case]:
     if setting.rank:
-        yield from (Case(a) for a in setting.each({"axis": [*axes_of(setting.rank), setting.rank]}))
+        yield from map(Case, setting.each({"axis": [*axes_of(setting.rank), setting.rank]}))
 
 
 def squeeze(setting: Setting) -> Iterator[Case]:
     single = [axis for axis, size in enumerate(setting.shape) if size == 1]
     sets = [[axis] for axis in single] + [[axis - setting.rank] for axis in single] + [[]] * bool(single)
     sets += [single, single[::-1], [each - setting.rank for each in single]] if len(single) > 1 else []
-    yield Case(words=("axes",))
+    yield form()
     yield from _with_axes(setting, sets)
 
 
 def unsqueeze(setting: Setting) -> Iterator[Case]:
     rank = setting.rank
-    sets = [[axis] for axis in range(-rank - 1, rank + 1)] + [[0, 1], [1, 2], [0, -1], [2, 0]]
-    yield from _with_axes(setting, sets)
+    yield from _with_axes(setting, [[axis] for axis in range(-rank - 1, rank + 1)] + [[0, 1], [1, 2], [0, -1], [2, 0]])
 
 
-def _with_axes(setting: Setting, sets: Sequence[Sequence[int]], others: dict[str, Any] | None = None) -> Iterator[Case]:
+def _with_axes(setting: Setting, sets: Sequence[Sequence[int]], **others: Any) -> Iterator[Case]:
     """The axes are an attribute in older versions, an input in newer ones."""
     for axes in sets:
-        if setting.knows("axes"):
-            yield Case({**(others or {}), "axes": list(axes)})
-        else:
-            yield Case(others or {}, (DATA, integers(*axes)), words=(f"axes {list(axes)}",))
+        yield form(axes=list(axes), **others) if setting.knows("axes") else form(DATA, integers(*axes), **others)
 
 
 def reduction(setting: Setting) -> Iterator[Case]:
@@ -84,10 +79,8 @@ def reduction(setting: Setting) -> Iterator[Case]:
     sets += [list(pair) for pair in itertools.combinations(range(rank), 2)]
     sets += [list(range(2, rank)), list(range(-1, 1 - rank, -1)), list(range(rank)), [0, *range(2, rank)]]
     for others in setting.each({"keepdims": [0, 1], "noop_with_empty_axes": [0, 1]}):
-        yield Case(others, words=("axes",))
-        if not setting.knows("axes"):
-            yield Case(others, (DATA, integers()), words=("axes []",))
-        yield from _with_axes(setting, sets, others)
+        yield form(**others)
+        yield from _with_axes(setting, sets if setting.knows("axes") else [[], *sets], **others)
 
 
 def concat(setting: Setting) -> Iterator[Case]:
@@ -97,87 +90,65 @@ def concat(setting: Setting) -> Iterator[Case]:
         constant, other = setting.floats(*shape), Other(tuple(shape))
         operands: list[list[Operand]] = [[DATA], [DATA, DATA], [DATA, constant], [constant, DATA], [DATA, other]]
         operands += [[other, DATA, constant], [setting.floats(*setting.shape), DATA]]
-        for each in operands:
-            words = tuple("xoc"[(isinstance(one, Other)) + 2 * isinstance(one, np.ndarray)] for one in each)
-            yield Case({"axis": axis}, each, words=("".join(words),))
+        yield from (form(*each, axis=axis) for each in operands)
 
 
 def split(setting: Setting) -> Iterator[Case]:
-    yield Case({"num_outputs": 2} if setting.knows("num_outputs") else {}, outputs=2, words=("axis",))
+    def equal(count: int) -> dict[str, int]:
+        return {"num_outputs": count} if setting.knows("num_outputs") else {}
+
+    yield Case(equal(2), outputs=2)
     for axis in axes_of(setting.rank):
         size = setting.shape[axis]
         for parts in ([size], [1, size - 1], [size // 2, size - size // 2], [size, 0], [1] * size):
             if not parts or min(parts) < 0 or len(parts) > 4:
                 continue
             for read in {0, len(parts) - 1}:
-                base = {"axis": axis}
-                if setting.knows("split"):
-                    yield Case({**base, "split": parts}, outputs=len(parts), read=read)
-                else:
-                    yield Case(base, (DATA, integers(*parts)), len(parts), read, words=(f"split {parts}",))
-                equal = {**base, **({"num_outputs": len(parts)} if setting.knows("num_outputs") else {})}
-                yield Case(equal, outputs=len(parts), read=read, words=("split",))
+                of = {"outputs": len(parts), "read": read, "axis": axis}
+                yield form(**of, split=parts) if setting.knows("split") else form(DATA, integers(*parts), **of)
+                yield form(**of, **equal(len(parts)))
 
 
 def slices(setting: Setting) -> Iterator[Case]:
+    def of(*parts: Sequence[int] | None) -> Case:
+        """starts, ends, axes and steps"""
+        if setting.knows("starts"):
+            names = zip(("starts", "ends", "axes"), parts)
+            return Case({name: list(each) for name, each in names if each is not None})
+        return form(DATA, *(None if each is None else integers(*each) for each in parts))
+
     for axis in axes_of(setting.rank):
         size = setting.shape[axis]
         for start, end, step in (
             *((0, size, 1), (1, LARGE, 1), (-2, LARGE, 1), (0, -1, 1), (1, 2, 1), (-LARGE, LARGE, 1), (0, 0, 1)),
             *((0, LARGE, 2), (1, LARGE, 3), (-1, -LARGE, -1), (LARGE, 0, -2), (size, 2 * size, 1)),
         ):
-            if setting.knows("starts"):
-                if step == 1:
-                    yield Case({"starts": [start], "ends": [end], "axes": [axis]})
-                continue
-            yield Case(
-                {},
-                (DATA, *(integers(each) for each in (start, end, axis, step))),
-                words=(f"{start}:{end}:{step} at {axis}",),
-            )
+            if not setting.knows("starts"):
+                yield of([start], [end], [axis], [step])
             if step == 1:
-                yield Case(
-                    {}, (DATA, *(integers(each) for each in (start, end, axis))), words=("steps", f"axis {axis}")
-                )
+                yield of([start], [end], [axis])
     for starts, ends in (([1], [LARGE]), ([0, 1], [LARGE, LARGE]), ([0] * setting.rank, [3] * setting.rank)):
-        if setting.knows("starts"):
-            yield Case({"starts": starts, "ends": ends}, words=("axes",))
-        else:
-            yield Case({}, (DATA, integers(*starts), integers(*ends)), words=("axes", f"{len(starts)} axes"))
-            last = list(range(-1, -1 - len(starts), -1))
-            yield Case(
-                {},
-                (DATA, integers(*starts), integers(*ends), None, integers(*[1] * len(starts))),
-                words=("axes", "steps 1"),
-            )
-            yield Case({}, (DATA, *(integers(*each) for each in (starts, ends, last))), words=("last axes",))
+        yield of(starts, ends)
+        if not setting.knows("starts"):
+            yield of(starts, ends, None, [1] * len(starts))
+            yield of(starts, ends, range(-1, -1 - len(starts), -1))
 
 
 def pad(setting: Setting) -> Iterator[Case]:
     rank = setting.rank
-    if not rank:
-        return
-    for mode in (None, "constant", "reflect", "edge", *(["wrap"] if setting.version >= 19 else [])):
+    for mode in (None, "constant", "reflect", "edge", *(["wrap"] if setting.version >= 19 else [])) if rank else ():
         base = {} if mode is None else {"mode": mode}
         for pads in _pads(rank):
             if setting.knows("pads"):
-                yield Case({**base, "pads": pads})
-                yield Case({**base, "pads": pads, "value": 1.5})
-                continue
-            words = (f"pads {pads}",)
-            yield Case(base, (DATA, integers(*pads)), words=words)
-            for value in (0.0, 1.5):
-                yield Case(base, (DATA, integers(*pads), np.float32(value)), words=(*words, f"value {value}"))
-        if setting.version >= 18:
-            for axes in ([1], [-1], [2], [-2, -1], [rank - 1, 0], [0]):
-                for ends in (
-                    [1] * len(axes) * 2,
-                    [*[1] * len(axes), *[0] * len(axes)],
-                    [*[0] * len(axes), *[-1] * len(axes)],
-                ):
-                    yield Case(
-                        base, (DATA, integers(*ends), None, integers(*axes)), words=("value", f"pads {ends} at {axes}")
-                    )
+                yield form(**base, pads=pads)
+                yield form(**base, pads=pads, value=1.5)
+            else:
+                for value in ((), (np.float32(0),), (np.float32(1.5),)):
+                    yield form(DATA, integers(*pads), *value, **base)
+        for axes in ([1], [-1], [2], [-2, -1], [rank - 1, 0], [0]) if setting.version >= 18 else ():
+            for before, behind in ((1, 1), (1, 0), (0, -1)):
+                ends = integers(*[before] * len(axes), *[behind] * len(axes))
+                yield form(DATA, ends, None, integers(*axes), **base)
 
 
 def _pads(rank: int) -> Iterator[list[int]]:
@@ -198,8 +169,7 @@ def blocks(setting: Setting) -> Iterator[Case]:
     for size in (1, 2, 4):
         rest = channels % size**2 if setting.op_type == "DepthToSpace" else height % size or width % size
         if not rest:
-            for attributes in setting.each({"mode": ["DCR", "CRD"]}, {"blocksize": size}):
-                yield Case(attributes)
+            yield from map(Case, setting.each({"mode": ["DCR", "CRD"]}, {"blocksize": size}))
 
 
 def gather(setting: Setting) -> Iterator[Case]:
@@ -208,15 +178,14 @@ def gather(setting: Setting) -> Iterator[Case]:
         last = max(0, size - 1)
         for indices in (np.int64(0), np.int64(-1), integers(last), integers(0, last), integers(*range(size))[::-1].copy(),
                         integers(*range(size)), np.array([[0, -1], [last, 0]]), np.array([last, 0], np.int32)):  # fmt: skip
-            words = (f"indices {np.asarray(indices).tolist()}",)
-            yield Case({} if axis is None else {"axis": axis}, (DATA, np.asarray(indices)), words=words)
+            yield Case({} if axis is None else {"axis": axis}, (DATA, np.asarray(indices)))
 
 
 def expand(setting: Setting) -> Iterator[Case]:
-    shape = setting.shape
+    shape, ones = setting.shape, (1,) * setting.rank
     targets = [
         shape,
-        (1,) * setting.rank,
+        ones,
         (1,),
         (1, *shape),
         (3, *shape),
@@ -224,23 +193,17 @@ def expand(setting: Setting) -> Iterator[Case]:
         tuple(3 if s == 1 else s for s in shape),
         (2, 1, *shape),
     ]
-    for target in targets:
-        yield Case({}, (DATA, integers(*target)), words=(f"to {list(target)}",))
-    for axis in range(setting.rank):
-        wide = [1] * setting.rank
-        wide[axis] = 3
-        yield Case({}, (DATA, integers(*wide)), words=(f"to {wide}",))
+    targets += [(*ones[:axis], 3, *ones[axis + 1 :]) for axis in range(setting.rank)]
+    yield from (form(DATA, integers(*target)) for target in targets)
 
 
 def tile(setting: Setting) -> Iterator[Case]:
-    for axis in [None, *range(setting.rank)]:
-        for count in (2, 0):
-            repeats = [1] * setting.rank
-            if axis is not None:
-                repeats[axis] = count
-            yield Case({}, (DATA, integers(*repeats)), words=(f"by {repeats}",))
+    ones = (1,) * setting.rank
+    for count in (2, 0):
+        yield form(DATA, integers(*ones))
+        yield from (form(DATA, integers(*ones[:axis], count, *ones[axis + 1 :])) for axis in range(setting.rank))
 
 
 def shape_of(setting: Setting) -> Iterator[Case]:
     ends = [-setting.rank - 1, -1, 0, 1, 2, setting.rank, setting.rank + 3]
-    yield from (Case(attributes) for attributes in setting.each({"start": ends, "end": ends}))
+    yield from map(Case, setting.each({"start": ends, "end": ends}))

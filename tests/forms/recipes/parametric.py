@@ -33,11 +33,10 @@ def of_last_axes(setting: Setting) -> Iterator[Case]:
         shape = setting.shape[axis:]
         for own in dict.fromkeys((shape, (1, *shape[1:]), shape[1:], shape[-1:])):
             scale, bias = _pair(setting, *own)
-            words = f"scale {list(own)}"
             for attributes in setting.each({"epsilon": [1e-3], "stash_type": [1]}, {"axis": axis}):
-                yield Case(attributes, (DATA, scale), words=("bias", words))
+                yield Case(attributes, (DATA, scale))
                 if setting.op_type == "LayerNormalization":
-                    yield Case(attributes, (DATA, scale, bias), words=(words,))
+                    yield Case(attributes, (DATA, scale, bias))
 
 
 def deform_conv(setting: Setting) -> Iterator[Case]:
@@ -52,17 +51,15 @@ def deform_conv(setting: Setting) -> Iterator[Case]:
             base = {"group": group, "pads": [pad] * 4}
             for attributes in setting.each({**choices, "offset_group": [1, channels]}, base):
                 steps, holes = (attributes.get(name, [1, 1]) for name in ("strides", "dilations"))
-                behind = [
-                    (each + 2 * pad - hole * (size - 1) - 1) // step + 1
-                    for each, step, hole in zip(sizes, steps, holes, strict=True)
-                ]
+                spans = zip(sizes, steps, holes, strict=True)
+                behind = [(each + 2 * pad - hole * (size - 1) - 1) // step + 1 for each, step, hole in spans]
                 if min(behind) < 1:
                     continue
                 moved = attributes.get("offset_group", 1) * size * size
                 weight = setting.floats(channels, channels // group, size, size)
                 offset = setting.floats(batch, 2 * moved, *behind) * np.float32(0.4)
                 mask = setting.floats(batch, moved, *behind)
-                yield Case(attributes, (DATA, weight, offset), words=("bias",))
+                yield Case(attributes, (DATA, weight, offset))
                 yield Case(attributes, (DATA, weight, offset, setting.floats(channels), mask))
 
 
@@ -76,21 +73,17 @@ def recurrent(setting: Setting) -> Iterator[Case]:
     for direction, count in (("forward", 1), ("reverse", 1), ("bidirectional", 2)):
         choices = {
             "activations": [["LeakyRelu"] * (own * count), ["HardSigmoid"] * (own * count)],
-            "activation_alpha": [[0.3] * (own * count)],
-            "activation_beta": [[0.4] * (own * count)],
-            "clip": [1.5],
-            "input_forget": [1],
-            "linear_before_reset": [1],
-            "layout": [1],
+            **{"activation_alpha": [[0.3] * (own * count)], "activation_beta": [[0.4] * (own * count)], "clip": [1.5]},
+            **{"input_forget": [1], "linear_before_reset": [1], "layout": [1]},
         }
         for attributes in setting.each(choices, {"hidden_size": hidden, "direction": direction}):
             weights = (setting.floats(count, gates, features), setting.floats(count, gates, hidden))
-            yield Case(attributes, (DATA, *weights), words=("bias",))
+            yield Case(attributes, (DATA, *weights))
             yield Case(attributes, (DATA, *weights, setting.floats(count, 2 * gates)))
-            yield Case(attributes, (DATA, *weights), outputs=2, read=1, words=("last state",))
+            yield Case(attributes, (DATA, *weights), outputs=2, read=1)
             if "layout" in attributes:
                 continue
             states = [setting.floats(count, batch, hidden) for _ in range(2 if kind == "LSTM" else 1)]
             peepholes = [setting.floats(count, 3 * hidden)] if kind == "LSTM" else []
             lengths = np.full(batch, length, np.int32)
-            yield Case(attributes, (DATA, *weights, None, lengths, *states, *peepholes), words=("states",))
+            yield Case(attributes, (DATA, *weights, None, lengths, *states, *peepholes))
