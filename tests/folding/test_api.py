@@ -208,6 +208,7 @@ def test_over_its_own_weights(tmp_path: Path) -> None:
         assert result.report.verification is not None
         assert result.report.verification.passed
         assert to_proto(result.model) == to_proto(load(tmp_path / "m.onnx"))
+        assert bool(inspect(tmp_path / "m.onnx").external_files) == external_data
 
 
 def test_a_note_where_one_message_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,15 @@ def test_what_overflows_in_its_type_is_not_verified() -> None:
     assert report.verification.status == "not_verified" and "overflows" in report.verification.reason
 
 
+@pytest.mark.parametrize(("steps", "status"), [(0, "passed"), (16, "not_verified")])
+def test_a_weight_of_two_types_has_the_digits_of_the_coarser(steps: int, status: str) -> None:
+    half = (NUMBERS["w"] / 3).astype(np.float16)
+    half.flat[5] += steps * np.spacing(half.flat[5])
+    source = build("y = Conv (x, w)", w=NUMBERS["w"])
+    text = "c = Cast <to = 1> (h) v = Mul (c, k) y = Conv (x, v)"
+    assert local(source, build(text, h=half, k=np.full((8, 1, 1, 1), 3, np.float32))).status == status
+
+
 def test_a_computed_number_is_no_vector_of_one() -> None:
     """The product of a number and a vector of one element is a vector."""
     source = model("g (float x) => (float y) { a = Sqrt (w) y = Mul (x, a) }", values={"w": np.float32(4)})
