@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bnexport
+from bnexport.cli import main
 from models.resnet import ResNet
 
 
@@ -38,3 +39,23 @@ def small_files(tmp_path_factory):
     np.savez(folder / "rows.npz", x=x.numpy(), target=target.numpy())
     torch.save(tiny().state_dict(), folder / "weights.pth")
     return folder
+
+
+@pytest.fixture
+def call(capfd):
+    """Run a command in this process; return its exit code, and what it printed on stdout and stderr."""
+
+    def called(*arguments, code=None):
+        capfd.readouterr()
+        got = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert code is None or got == code, err
+        return got, out, err
+
+    return called
+
+
+NET = "g (float[N,3,H,W] x) => (float[N,4,A,B] y) { z = Conv (x, w:4.3.3.3) y = Norm (z, p:4) }"
+# One batch norm that folds, one that stays.
+HALF = """g (float[N,3,H,W] x) => (float[N,4,A,B] y, float[N,3,H,W] z) {
+    [conv] c = Conv (x, w:4.3.3.3) [first] y = Norm (c, p:4) [relu] r = Relu (x) [second] z = Norm (r, q:3) }"""

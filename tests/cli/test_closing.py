@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import types
+from collections.abc import Callable
 
 import numpy as np
 import onnx
 import pytest
 
-from bnexport.cli import latency, main
+from bnexport.cli import latency
 from bnexport.folding import fold
-from tests.support.onnx_text import batch_norm, model
+from tests.cli.conftest import HALF
+from tests.support.onnx_text import model
 
-NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y, float[N,3,H,W] z) {
-    c = Conv (x, w)
-    y = BatchNormalization (c, p_s, p_b, p_m, p_v)
-    r = Relu (x)
-    z = BatchNormalization (r, q_s, q_b, q_m, q_v) }"""
-NAMES = (
+NAMES = [
     "layer1.0.conv1/Conv",
     "layer1.0.bn1/BatchNormalization",
     "layer1.1.relu/Relu",
     "layer1.1.bn/BatchNormalization",
-)
+]
 
 
 @pytest.fixture
 def net(tmp_path):
-    made = model(NET, {"w": (4, 3, 3, 3), **batch_norm("p", 4), **batch_norm("q", 3)})
+    made = model(HALF)
     for name, node in zip(NAMES, made.graph.node):
         node.name = name
     onnx.save(made, tmp_path / "m.onnx")
     return tmp_path / "m.onnx"
-
-
-def call(*arguments, capfd):
-    code = main([str(argument) for argument in arguments])
-    return code, *capfd.readouterr()
 
 
 FOLDED = "layer1.0.bn1: folded into layer1.0.conv1/Conv"
@@ -56,8 +49,8 @@ KEPT = "layer1.1.bn: kept: "
         ("layer1.1.relu", ["layer1.1.relu: no part of a batch norm"]),
     ],
 )
-def test_a_name_as_a_user_types_it(net, name, lines, capfd):
-    code, out, err = call("fold", net, "--explain", name, capfd=capfd)
+def test_a_name_as_a_user_types_it(net, name, lines, call):
+    code, out, err = call("fold", net, "--explain", name)
     assert (code, out) == (0, "")
     assert len(err.splitlines()) == len(lines)
     for line, begins in zip(err.splitlines(), lines):
@@ -66,10 +59,8 @@ def test_a_name_as_a_user_types_it(net, name, lines, capfd):
 
 
 @pytest.mark.parametrize("name", ["layer1.0.bn", "layer", "bn1"])
-def test_half_a_name_is_none(net, name, capfd):
-    code, _, err = call("fold", net, "--explain", name, capfd=capfd)
-    assert code == 2
-    assert "expected a batch norm of" in err
+def test_half_a_name_is_none(net, name, call):
+    assert "expected a batch norm of" in call("fold", net, "--explain", name, code=2)[2]
 
 
 def test_find_in_a_report(net):
@@ -86,10 +77,10 @@ LATENCIES = {
 
 
 @pytest.mark.parametrize("noise", LATENCIES)
-def test_the_last_line_of_a_fold(net, tmp_path, noise, capfd, monkeypatch):
+def test_the_last_line_of_a_fold(net, tmp_path, noise, call, monkeypatch):
     after, said = LATENCIES[noise]
     monkeypatch.setattr(latency, "measure", lambda _: np.array([(2.0,) * 60, after]).reshape(2, 6, 10))
-    code, out, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--json", "-", capfd=capfd)
+    code, out, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--json", "-")
     assert code == 0
     last = err.splitlines()[-1]
     assert re.fullmatch(
@@ -102,9 +93,9 @@ def test_the_last_line_of_a_fold(net, tmp_path, noise, capfd, monkeypatch):
     assert data["latency_ratio_range"][0] <= data["latency_ratio"] <= data["latency_ratio_range"][1]
 
 
-def test_the_last_line_where_nothing_was_folded(net, tmp_path, capfd):
-    call("fold", net, tmp_path / "f.onnx", capfd=capfd)
-    code, out, err = call("fold", tmp_path / "f.onnx", tmp_path / "g.onnx", "--bench", "--json", "-", capfd=capfd)
+def test_the_last_line_where_nothing_was_folded(net, tmp_path, call):
+    call("fold", net, tmp_path / "f.onnx")
+    code, out, err = call("fold", tmp_path / "f.onnx", tmp_path / "g.onnx", "--bench", "--json", "-")
     last = err.splitlines()[-1]
     assert code == 0, last
     assert last.startswith("result: nothing folded; 1 batch norm left: layer1.1.bn (")
@@ -112,15 +103,15 @@ def test_the_last_line_where_nothing_was_folded(net, tmp_path, capfd):
     assert json.loads(out)["latency_ratio"] is None
 
 
-def test_the_last_line_without_a_verification(net, tmp_path, capfd):
-    code, _, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--no-verify", capfd=capfd)
+def test_the_last_line_without_a_verification(net, tmp_path, call):
+    code, _, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--no-verify")
     assert code == 0 and err.splitlines()[-1].startswith("result: not verified; 1 batch norm left: layer1.1.bn (")
 
 
-def test_an_export_says_the_same(tmp_path, capfd):
+def test_an_export_says_the_same(tmp_path, call):
     page = tmp_path / "m.html"
     arguments = ("-i", "image:2,1,8,8", "--explain", "stem", "--bench", "--html", page)
-    code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.onnx", *arguments, capfd=capfd)
+    code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.onnx", *arguments)
     assert code == 0, err
     assert re.search(r"^stem\S*: folded into stem", err, re.MULTILINE), err
     assert "note: input 'image' is forward's 'x'" in err
@@ -132,35 +123,61 @@ def test_an_export_says_the_same(tmp_path, capfd):
 @pytest.mark.parametrize(
     "arguments", [("m.pt2",), ("m.onnx", "--no-fold"), ("m.onnx", "--mode", "custom_op")], ids=" ".join
 )
-def test_bench_needs_a_folded_onnx_file(tmp_path, arguments, capfd):
+def test_bench_needs_a_folded_onnx_file(tmp_path, arguments, call):
     target, *options = arguments
     shared = ("tests.cli.conftest:synced", tmp_path / target, "-i", "x:1", "--bench")
-    code, _, err = call("export", *shared, *options, capfd=capfd)
+    code, _, err = call("export", *shared, *options)
     assert code == 2 and "--bench: " in err and "--fold" in err
 
 
-def test_inspect_has_a_line_for_each_batch_norm(net, capfd):
-    code, out, _ = call("inspect", net, capfd=capfd)
-    assert code == 0 and "2 batch norms, with operator onnx:BatchNormalization" in out
+def test_inspect_has_a_line_for_each_batch_norm(net, call):
+    _, out, _ = call("inspect", net, code=0)
+    assert "2 batch norms, with operator onnx:BatchNormalization" in out
     rows = [line for line in out.splitlines() if re.match(r"│ \S+/BatchNormalization +│", line)]
     assert [line.count("│") for line in rows] == [4, 4]  # three columns: no attribute differs
     assert "(N, 4, *, *)" not in out and "(N, 3, H, W)" in out
-
-
-def test_inspect_says_what_differs(net, capfd):
     changed = onnx.load(net)
     changed.graph.node[1].attribute.append(onnx.helper.make_attribute("epsilon", 0.5))
     onnx.save(changed, net)
-    _, out, _ = call("inspect", net, capfd=capfd)
-    assert "epsilon=0.5" in out
+    assert "epsilon=0.5" in call("inspect", net)[1]
 
 
-def test_weights_in_constant_nodes_are_parameters(net, capfd):
+def test_weights_in_constant_nodes_are_parameters(net, call):
+    counts = [json.loads(call("inspect", net, "--json", "-")[1])["parameter_count"]]
     changed = onnx.load(net)
     (weight,) = (each for each in changed.graph.initializer if each.name == "w")
     changed.graph.initializer.remove(weight)
     changed.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["w"], value=weight))
-    before = json.loads(call("inspect", net, "--json", "-", capfd=capfd)[1])
     onnx.save(changed, net)
-    after = json.loads(call("inspect", net, "--json", "-", capfd=capfd)[1])
-    assert before["parameter_count"] == after["parameter_count"] == 4 * 3 * 3 * 3 + 4 * (4 + 3)
+    counts.append(json.loads(call("inspect", net, "--json", "-")[1])["parameter_count"])
+    assert counts == [4 * 3 * 3 * 3 + 4 * (4 + 3)] * 2
+
+
+def test_models_take_turns_and_the_slower_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    clock = [0.0]
+
+    def model(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            calls.append(name)
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(latency, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    times = latency.measure([model("fast", 0.001), model("slow", 0.002)])
+    turns = (["fast"] * 10 + ["slow"] * 20 + ["fast"] * 10) * 3
+    assert calls == ["fast"] * 10 + ["slow"] * 10 + turns
+    assert times == pytest.approx(np.broadcast_to(np.array([0.001, 0.002])[:, None, None], (2, 6, 10)))
+    assert str(latency.ratio_of(times)) == "2.00, 2.00 to 2.00"
+
+
+def test_a_ratio_is_decided_where_all_turns_agree() -> None:
+    def ratio(*seconds: float) -> latency.Ratio:
+        turns = np.repeat(np.array(seconds)[:, None], 10, axis=1)
+        return latency.ratio_of(np.stack([np.full((6, 10), 2.0), turns]))
+
+    faster = ratio(1.0, 1.0, 1.0, 1.8, 1.8, 1.8)
+    assert faster.decided and str(faster) == "0.70, 0.50 to 0.90"
+    noisy = ratio(1.0, 1.0, 1.0, 1.0, 1.0, 2.2)
+    assert not noisy.decided and str(noisy) == "too noisy to compare: 0.50, 0.50 to 1.10"

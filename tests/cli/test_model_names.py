@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from bnexport.cli import main
 from bnexport.cli.input_options import parse_name
 from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
 from tests.support import warm
@@ -35,12 +34,12 @@ def timm(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_parts_of_a_name(monkeypatch, tmp_path):
+def test_parts_of_a_name(monkeypatch):
     monkeypatch.setattr("bnexport.cli.input_options._is_installed", lambda package: True)
     name = parse_name("timm:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
-    assert name is not None
-    assert (name.library, name.target) == ("timm", "Unet")
-    assert name.options == {"encoder_name": "resnet34", "classes": 3, "decoder_channels": (64, 32), "activation": None}
+    assert name is not None and (name.library, name.target) == ("timm", "Unet")
+    expected = {"encoder_name": "resnet34", "classes": 3, "decoder_channels": (64, 32), "activation": None}
+    assert name.options == expected
     assert parse_name("models.resnet:digits_resnet") is None
     assert parse_name("timm") is None
     for text, words in (("timm:", "got no model behind timm:"), ("timm:a?b", "got option 'b'"), ("timm:a?=1", "'=1'")):
@@ -58,33 +57,29 @@ def test_a_library_that_is_not_installed(library, monkeypatch, tmp_path):
         parse_name(f"{library}:{tmp_path / 'config.json'}")
 
 
-def test_a_missing_library_is_one_line(monkeypatch, tmp_path, capfd):
+def test_a_missing_library_is_one_line(monkeypatch, tmp_path, call):
     monkeypatch.setitem(sys.modules, "timm", None)
-    assert main(["export", "timm:resnet18", str(tmp_path / "o.onnx")]) == 4
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err == "error: timm:resnet18: needs timm, which is not installed; pip install timm\n"
+    _, out, err = call("export", "timm:resnet18", tmp_path / "o.onnx", code=4)
+    assert (out, err) == ("", "error: timm:resnet18: needs timm, which is not installed; pip install timm\n")
+
+
+def export(folder, *arguments, code):
+    done = warm.run("-m", "bnexport", "export", *arguments, cwd=folder)
+    assert done.returncode == code, done.stderr
+    return done.stderr
 
 
 def test_a_model_by_name_with_its_checkpoint(timm):
-    run = ["-m", "bnexport", "export", "timm:tiny?classes=5", "o.onnx", "--checkpoint"]
-    done = warm.run(*run, "right.pth", cwd=timm)
-    assert done.returncode == 0, done.stderr
-    assert "note: input input:1,3,12,16, as timm states; --input gives another" in done.stderr
-    assert "1 of 1 batch norm folded" in done.stderr
-    assert "random" not in done.stderr
+    command = ["timm:tiny?classes=5", "o.onnx", "--checkpoint"]
+    said = export(timm, *command, "right.pth", code=0)
+    assert "note: input input:1,3,12,16, as timm states; --input gives another" in said
+    assert "1 of 1 batch norm folded" in said and "random" not in said
     assert os.path.exists(timm / "o.onnx")
-    done = warm.run(*run, "other.pth", "--overwrite", cwd=timm)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: other.pth: its names under 'state_dict' do not fit the module: 4 missing: 1.weight"
-    )
-
-
-def test_random_weights_are_said(timm):
-    done = warm.run("-m", "bnexport", "export", "timm:tiny", "o.onnx", cwd=timm)
-    assert done.returncode == 0, done.stderr
-    assert "note: the weights of timm:tiny are random; --checkpoint loads trained ones, of which" in done.stderr
+    *_, last = export(timm, *command, "other.pth", "--overwrite", code=2).splitlines()
+    wrong = "error: other.pth: its names under 'state_dict' do not fit the module: 4 missing: 1.weight"
+    assert last.startswith(wrong)
+    said = export(timm, "timm:tiny", "o.onnx", "--overwrite", code=0)
+    assert "note: the weights of timm:tiny are random; --checkpoint loads trained ones, of which" in said
 
 
 @pytest.mark.parametrize(
@@ -97,8 +92,6 @@ def test_random_weights_are_said(timm):
     ],
 )
 def test_wrong_names(name, words, timm):
-    done = warm.run("-m", "bnexport", "export", name, "o.onnx", cwd=timm)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert words in done.stderr
+    said = export(timm, name, "o.onnx", code=2)
+    assert said.startswith("error: ") and said.count("\n") == 1 and words in said
     assert not os.path.exists(timm / "o.onnx")

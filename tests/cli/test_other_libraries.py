@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.helper
 import pytest
 
 from bnexport.cli import main
 from bnexport.native import library
-from tests.support.onnx_text import batch_norm, model
+from tests.support.onnx_text import model
 
-NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) {
-    r = BatchNormalization (x, q_s, q_b, q_m, q_v)
-    c = Conv (r, w)
-    y = BatchNormalization (c, p_s, p_b, p_m, p_v) }"""
+NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) { r = them.TheirOwnBatchNorm <training_mode = 0> (x, q_m:3, q_v:3, q_s:3, q_b:3)
+    c = Conv (r, w:4.3.1.1) y = Norm (c, p:4) }"""
 OURS, THEIRS = "MMCVSyncBatchNorm", "TheirOwnBatchNorm"
 
 
@@ -26,11 +24,7 @@ OURS, THEIRS = "MMCVSyncBatchNorm", "TheirOwnBatchNorm"
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with an operator that nobody knows, and a library that has it: ours with other names."""
     folder = tmp_path_factory.mktemp("other")
-    made = model(NET, {"w": (4, 3, 1, 1), **batch_norm("p", 4), **batch_norm("q", 3)})
-    inputs = ["x", "q_m", "q_v", "q_s", "q_b"]
-    made.graph.node[0].CopyFrom(onnx.helper.make_node(THEIRS, inputs, ["r"], domain="them", training_mode=0))
-    made.opset_import.append(onnx.helper.make_opsetid("them", 1))
-    onnx.save(made, folder / "m.onnx")
+    onnx.save(model(NET, header='<ir_version: 8, opset_import: ["": 17, "them": 1]>'), folder / "m.onnx")
     data = Path(library.get_library_path()).read_bytes()
     assert data.count(b"\0mmcv\0") == 1
     data = data.replace(b"\0mmcv\0", b"\0them\0").replace(OURS.encode(), THEIRS.encode())
@@ -58,8 +52,6 @@ def test_a_model_that_needs_another_library(files: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_library_that_is_not_there(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(files / "m.onnx"), "--library", "absent.so"]) == 2
-    assert "--library: absent.so: no such file" in capfd.readouterr().err
-    assert main(["run", str(files / "m.onnx"), "--library", str(files / "x.npy")]) == 4
-    assert "cannot load" in capfd.readouterr().err
+def test_a_library_that_is_not_there(files: Path, call: Callable[..., tuple[int, str, str]]) -> None:
+    assert "--library: absent.so: no such file" in call("run", files / "m.onnx", "--library", "absent.so", code=2)[2]
+    assert "cannot load" in call("run", files / "m.onnx", "--library", files / "x.npy", code=4)[2]

@@ -12,7 +12,8 @@ import pytest
 from bnexport.cli import main
 from bnexport.cli.output import write_page
 from bnexport.pages import table
-from tests.support.onnx_text import batch_norm, model
+from tests.cli.conftest import HALF
+from tests.support.onnx_text import model
 
 TAGS = {"html", "meta", "title", "style", "p", "table", "caption", "tr", "th", "td"}
 ATTACKS = {
@@ -24,12 +25,6 @@ ATTACKS = {
     "format": "{} {0.__class__} %s",
     "title": "</title><script>alert(1)</script>",
 }
-BODY = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) {
-    z = Conv (x, w)
-    n = BatchNormalization (z, p_s, p_b, p_m, p_v)
-    r = Relu (n)
-    y = BatchNormalization (r, q_s, q_b, q_m, q_v)
-}"""
 
 
 class Page(html.parser.HTMLParser):
@@ -71,7 +66,7 @@ def test_hidden_and_reordering_characters_are_shown(tmp_path: Path) -> None:
 
 def test_the_pages_of_fold_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    proto = model(BODY, {"w": (4, 3, 3, 3), **batch_norm("p", 4), **batch_norm("q", 4)})
+    proto = model(HALF)
     for node in proto.graph.node:
         node.name = f"{node.op_type}<script>"
     onnx.save(proto, "m.onnx")
@@ -79,19 +74,18 @@ def test_the_pages_of_fold_and_verify(tmp_path: Path, monkeypatch: pytest.Monkey
     text = Page(tmp_path / "f.html").text
     for part in ("1 of 2 batch norms folded", "BatchNormalization<script>", "proved, within", "verification passed"):
         assert part in text, part
-    assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html"]) == 0
-    assert "verification passed: output 'y': differs by" in Page(tmp_path / "v.html").text
-    assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html", "--atol", "0"]) == 1
-    assert "verification failed" in Page(tmp_path / "v.html").text
-    assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html", "--atol", "0.5", "--rtol", "0.25"]) == 0
-    assert "0.5 + 0.25 |y|" in Page(tmp_path / "v.html").text
+    for options, code, part in (
+        ([], 0, "verification passed: output 'y': differs by"),
+        (["--atol", "0"], 1, "verification failed"),
+        (["--atol", "0.5", "--rtol", "0.25"], 0, "0.5 + 0.25 |y|"),
+    ):
+        assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html", *options]) == code
+        assert part in Page(tmp_path / "v.html").text
 
 
 def test_a_page_has_every_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    nodes = "\n".join(
-        f"x{i + 1} = BatchNormalization (r{i}, p_s, p_b, p_m, p_v)\n r{i + 1} = Sin (x{i + 1})" for i in range(501)
-    )
-    onnx.save(model(f"g (float[N,4] r0) => (float[N,4] r501) {{ {nodes} }}", batch_norm("p", 4)), "m.onnx")
+    nodes = " ".join(f"x{i + 1} = Norm (r{i}, p:4) r{i + 1} = Sin (x{i + 1})" for i in range(501))
+    onnx.save(model(f"g (float[N,4] r0) => (float[N,4] r501) {{ {nodes} }}"), "m.onnx")
     assert main(["fold", "m.onnx", "f.onnx", "--no-verify", "--html", "f.html"]) == 0
     assert Page(tmp_path / "f.html").text.count("BatchNormalization -> x") == 501

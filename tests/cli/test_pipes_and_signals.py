@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from bnexport.cli import main
 from tests.support import warm
 
 
@@ -57,16 +56,12 @@ def test_closed_standard_streams(closed, small_files, tmp_path):
     assert (tmp_path / "r.json").stat().st_size
 
 
-def interrupt(*_, **__):
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("before", [None, b"old"])
-def test_an_interrupted_fold_leaves_the_file(before, small_files, tmp_path, monkeypatch, capfd):
+def test_an_interrupted_fold_leaves_the_file(before, small_files, tmp_path, monkeypatch, call):
     target = tmp_path / "f.onnx"
     if before is not None:
         target.write_bytes(before)
-    monkeypatch.setattr("bnexport.folding.fold", interrupt)
-    assert main(["fold", str(small_files / "kept.onnx"), str(target), "--overwrite"]) == 130
-    assert capfd.readouterr().err == "error: interrupted; files are as they were, or complete\n"
+    monkeypatch.setattr("bnexport.folding.fold", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    _, _, err = call("fold", small_files / "kept.onnx", target, "--overwrite", code=130)
+    assert err == "error: interrupted; files are as they were, or complete\n"
     assert (target.read_bytes() if target.exists() else None) == before

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnx_ir as ir
+import onnx
 import pytest
 
-from bnexport.model_io import save
-from tests.support.onnx_text import batch_norm, model
+from tests.cli.conftest import NET
+from tests.support.onnx_text import model
 
 
 def run(code: str, *arguments: Path) -> list[str]:
@@ -21,10 +21,7 @@ def run(code: str, *arguments: Path) -> list[str]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    body = """g (float[N,4,H,W] x) => (float[N,6,A,B] y) {
-        z = Conv (x, w)
-        y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
-    save(ir.from_proto(model(body, {"w": (6, 4, 3, 3), **batch_norm("p", 6)})), tmp_path / "source.onnx")
+    onnx.save(model(NET), tmp_path / "source.onnx")
     return tmp_path / "source.onnx"
 
 
