@@ -38,7 +38,14 @@ def sessions(path, exporter):
 
 
 # The dynamo exporter takes far longer.
-DYNAMO = ("average to a tuple", "past a trace", "int of half", "int, rounded up", "window of the image")
+DYNAMO = (
+    "average to a tuple",
+    "past a trace",
+    "int of half",
+    "int, rounded twice",
+    "int, rounded up",
+    "window of the image",
+)
 
 
 @pytest.mark.parametrize(

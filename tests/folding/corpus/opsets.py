@@ -29,6 +29,8 @@ CASES: dict[str, Case] = {
         opset=9, judge="run"),
     "squeeze-11": Case("t = Conv (x, w:8.6.1.1) u = Unsqueeze <axes=[2]> (t) z = Squeeze <axes=[-3]> (u) y = Norm (z, p:8)",
         "Conv Unsqueeze Squeeze", opset=11, judge="run"),
+    "squeeze-order": Case("u = MatMul (x, w:3.8) i = Constant <value_ints=[2,0]> () z = Squeeze (u, i) y = Norm (z, p:8)",
+        "MatMul Constant Squeeze Add", ins="float[1,N,1,3] x"),
     "mean-13": Case("t = Conv (x, w:8.6.1.1) z = ReduceMean <axes=[-1], keepdims=1> (t) y = Norm (z, p:8)", "Conv ReduceMean",
         opset=13, judge="run"),
     "mean-18": Case("t = Conv (x, w:8.6.1.1) i = Constant <value_ints=[2,3]> () z = ReduceMean <keepdims=1> (t, i) "

@@ -10,6 +10,7 @@ from torch import nn
 import bnexport
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from tests.folding.module.nets import Called, fold_and_check, left, off_by, reasons, trained
+from tests.sync_bn import lookalikes
 
 X2 = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0))
 
@@ -33,6 +34,8 @@ CASES = {
     "norm called on other things, too": (lambda m, x: m.n(m.n(m.c(x)) + x), {"c": conv(), "n": norm()}),
     "conv is an output": (lambda m, x: [(y := m.c(x)), m.n(y)], {"c": conv(), "n": norm()}),
     "relu between": (lambda m, x: m.n(torch.relu(m.c(x))), {"c": conv(), "n": norm()}),
+    "relu between, norm with an activation": (lambda m, x: m.n(torch.relu(m.c(x))),
+        {"c": conv(), "n": lookalikes.BatchNormAct2d(4)}),
     "in place between": (lambda m, x: m.n(m.c(x).add_(1)), {"c": conv(), "n": norm()}),
     "in place aside": (lambda m, x: ((y := m.c(x)).mul_(2), m.n(y))[1], {"c": conv(), "n": norm()}),
     "sum between": (lambda m, x: m.n(m.c(x) + x.sigmoid()), {"c": conv(), "n": norm()}),
