@@ -111,7 +111,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, nn.Module], list[tuple[str
         if kind is None:
             continue
         shown = name or type(module).__name__
-        if kind.kind == "frozen" or type(module).__name__.startswith("Frozen"):
+        if kind.kind == "frozen":
             left.append((shown, "it is frozen"))
         elif kind.changed:
             left.append((shown, f"its class changes {', '.join(kind.changed)}: what its statistics mean is not known"))

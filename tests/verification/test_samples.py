@@ -104,13 +104,18 @@ FURTHER = {
     "p, i = MaxPool <kernel_shape = [2]> (x) y = Relu (p)": ["rounded"],
     "h = Neg (far) y = Clip (x, h, near)": [4000.0],
     "y = Min (x, sentinel)": [],
+    "y = Min (x, last)": [],
+    "y = Min (x, first)": [260.0],
     "m = ReduceMax <axes = [1]> (x) y = Elu (m)": [8.0, 8.0],
 }
 
 
 @pytest.mark.parametrize("nodes", FURTHER)
 def test_further_sets_are_for_some_operators(nodes: str) -> None:
-    numbers = {name: np.float32(value) for name, value in (("near", 6), ("far", 1000), ("sentinel", 1e9))}
+    numbers = {
+        name: np.float32(value)
+        for name, value in (("near", 6), ("last", 64), ("first", 65), ("far", 1000), ("sentinel", 1e9))
+    }
     proto = ir.from_proto(model(f"g (float[N,3,4] x) => (float[A,B,C] y) {{ {nodes} }}", values=numbers))
     found = [each.kind if each.scale == 1.0 else each.scale for each in find_further(proto)]
     assert found == FURTHER[nodes]
