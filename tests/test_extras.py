@@ -32,13 +32,10 @@ def test_the_lists_are_those_of_pyproject() -> None:
     assert {name: declared[name] for name in interface.EXTRAS} == interface.EXTRAS
 
 
-def test_every_python_is_named_and_no_other() -> None:
+def test_every_python_is_named_and_the_base_needs_no_torch_and_no_engine() -> None:
     assert PROJECT["requires-python"] == ">=3.10,<3.15"
     minors = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each]
     assert minors == ["3.10", "3.11", "3.12", "3.13", "3.14"]
-
-
-def test_the_base_needs_no_torch_and_no_engine() -> None:
     assert not {"torch", "onnxscript", "onnxruntime", "onnxruntime-gpu"} & set(names(PROJECT["dependencies"]))
 
 
@@ -49,8 +46,11 @@ def test_advice_names_the_package(package: str) -> None:
     assert f"pip install {package}" in str(interface.missing(package))
 
 
-def test_an_unknown_package_has_no_advice() -> None:
+def test_an_unknown_package_has_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface.advice("nonsense") is None
+    monkeypatch.setitem(bnexport._HOMES, "nonsense", "not_there")
+    with pytest.raises(ModuleNotFoundError, match=r"bnexport\.not_there"):
+        _ = bnexport.nonsense
 
 
 @pytest.mark.parametrize("name", ["SyncBatchNorm", "export", "fold_module", "export_training_step", "load_checkpoint"])
@@ -66,63 +66,37 @@ def test_names_that_need_torch_say_so(name: str) -> None:
     ), done.stderr
 
 
-def test_an_error_of_another_module_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bnexport._HOMES, "nonsense", "not_there")
-    with pytest.raises(ModuleNotFoundError, match=r"bnexport\.not_there"):
-        _ = bnexport.nonsense
-
-
-class Installed:
-    """Versions of the packages that are said to be installed; all others are missing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-        self.versions = dict.fromkeys(interface.REQUIRED, "1.0") | versions
-        monkeypatch.setattr(importlib.metadata, "version", self.version)
-
-    def version(self, name: str) -> str:
-        if name not in self.versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return self.versions[name]
-
-    def checks(self) -> dict[str, doctor.Check]:
-        return {check.name: check for check in doctor.examine()}
-
-
-def test_the_base_installation_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    checks = Installed(monkeypatch).checks()
-    assert [name for name, check in checks.items() if check.ok is False] == []
-    for name in ("torch", "onnxscript", "safetensors", "onnxruntime"):
-        assert checks[name].ok is None and "pip install" in checks[name].value
-    assert checks["onnx_ir"].value == "1.0"
-
-
-def test_a_missing_required_package_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = Installed(monkeypatch)
-    del installed.versions["onnx-ir"]
-    check = installed.checks()["onnx_ir"]
-    assert (check.ok, check.value) == (False, "missing: pip install onnx-ir, or install bnexport again")
-
-
-def test_torch_asks_for_the_rest_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = Installed(monkeypatch, torch="2.13.0", safetensors="0.8").checks()
-    assert [name for name, check in checks.items() if check.ok is False] == ["onnxscript"]
-    assert checks["onnxscript"].value == "missing: pip install onnxscript (extra [torch])"
-
-
-def test_two_packages_of_onnxruntime_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.0"}
-    check = Installed(monkeypatch, **versions).checks()["onnxruntime"]
-    assert check.ok is False
-    assert check.value == (
+# Packages beside the required ones, and what doctor says of one of them: right, wrong, or nothing (not asked).
+INSTALLED = {
+    "the base": ({}, "onnx_ir", True, "1.0"),
+    "no engine": ({}, "onnxruntime", None, "pip install"),
+    "no torch": ({}, "torch", None, "pip install"),
+    "a required one is missing": ({"onnx-ir": None}, "onnx_ir", False, "missing: pip install onnx-ir, or install bnexport again"),
+    "torch asks for its extra": ({"torch": "2.13.0", "safetensors": "0.8"}, "onnxscript", False,
+        "missing: pip install onnxscript (extra [torch])"),
+    "two of ONNX Runtime": ({"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.0"}, "onnxruntime", False,
         "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.0 are installed and overwrite each other's files; "
-        "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"
-    )
+        "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"),
+    "onnxruntime-gpu alone": ({"onnxruntime-gpu": "1.31.0"}, "onnxruntime", True, "1.31.0"),
+}  # fmt: skip
 
 
-def test_onnxruntime_gpu_alone_is_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Installed(monkeypatch, **{"onnxruntime-gpu": "1.31.0"}).checks()["onnxruntime"]
-    assert (check.ok, check.value) == (True, "1.31.0")
+@pytest.mark.parametrize("case", INSTALLED)
+def test_doctor_says_what_is_missing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, name, ok, words = INSTALLED[case]
+    versions = {name: each for name, each in {**dict.fromkeys(interface.REQUIRED, "1.0"), **others}.items() if each}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if not others:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    checks = {check.name: check for check in doctor.examine()}
+    assert (checks[name].ok, words in checks[name].value) == (ok, True), checks[name]
+    assert [each.name for each in checks.values() if each.ok is False] == [name] * (ok is False)
 
 
 def test_what_is_left_of_two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

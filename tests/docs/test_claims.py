@@ -1,4 +1,4 @@
-"""What the documents say of torch and MMCV, where a few lines can show it."""
+"""What the documents say of torch and MMCV, of targets and environment variables, where a few lines can show it."""
 
 from __future__ import annotations
 
@@ -58,3 +58,15 @@ def test_every_make_target_that_a_document_names_exists() -> None:
     }
     assert len(named) > 20
     assert {(target, page) for target, page in named if target not in targets} == set()
+
+
+def test_every_variable_is_documented() -> None:
+    sources = [*ROOT.glob("bnexport/**/*.py"), *ROOT.glob("custom_ops/**/*.cpp"), *ROOT.glob("custom_ops/**/*.h")]
+    read = {
+        name
+        for path in sources
+        for name in re.findall(r"(?:getenv\(|_VARIABLE = |environ[.\[(]\w*\(?)[\"'](BNEXPORT_\w+)", path.read_text())
+    }
+    assert {"BNEXPORT_LIBRARY", "BNEXPORT_ISA"} <= read
+    table = (ROOT / "docs/command_line.md").read_text().partition("## Environment variables")[2]
+    assert sorted(name for name in read if f"`{name}`" not in table) == []

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import charts, page, run_all
+from benchmarks.tools import tables
 
 
 @pytest.mark.parametrize("name", page.BLOCKS)
@@ -39,3 +43,28 @@ def test_a_result_with_times_says_on_what_it_was_measured() -> None:
             described = report["machine"]
             assert described["processor"] and described["cores"] and described["instruction_set"], path.name
             assert described["versions"]["bnexport"] and described["versions"]["onnxruntime"], path.name
+
+
+STORED = json.loads((page.RESULTS / "other_tools.json").read_text())
+
+
+def test_every_cell_has_a_command_or_a_source() -> None:
+    for row in STORED["rows"].values():
+        assert all(it["status"] for it in row["tools"].values())
+    assert all(STORED["tools"][tool] for tool in tables.SHOWN_TOOLS)
+    for source in STORED["sources"].values():
+        assert source["version"] and source["date"] and source["source"]
+
+
+@pytest.mark.slow
+def test_the_comparison_can_be_repeated(tmp_path: Path) -> None:
+    """In a new environment with the newest tools; what they make of a network may change, ours and torch's may not."""
+    path = tmp_path / "other_tools.json"
+    command = [sys.executable, "-m", "benchmarks.tools.compare", "--output", str(path)]
+    subprocess.run(command, cwd=page.ROOT, check=True, timeout=1800)
+    report = json.loads(path.read_text())
+    assert report["rows"].keys() == STORED["rows"].keys()
+    for name, row in report["rows"].items():
+        for tool in ("torch.onnx.export", "bnexport"):
+            got, expected = (it["tools"].get(tool, {}).get("status") for it in (row, STORED["rows"][name]))
+            assert got == expected, f"{name}: {tool}"

@@ -108,8 +108,3 @@ def test_the_site_and_the_help_name_the_same_commands() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z-]+)", README))
     assert named and named <= targets | {"help"}
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target

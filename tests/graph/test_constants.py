@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import onnx.helper
@@ -12,7 +14,7 @@ from bnexport.graph.constants import Constants
 from bnexport.graph.nodes import Refused
 from bnexport.graph.shapes import Shapes
 from bnexport.model_io import from_proto
-from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
+from tests.support.onnx_text import fold_and_check, model, operators
 
 # As torch writes it, as its parametrization, and by hand; over other axes, and all.
 NORMS = {
@@ -24,40 +26,23 @@ NORMS = {
     "standardised": "m = ReduceMean <axes = [1, -2, -1]> (v)\n d = Sub (v, m)\n n = ReduceL2 <axes = [1, 2, 3]> (d)\n w = Div (d, n)",
 }
 GIVEN = {"axes": np.array([1, 2, 3]), "two": np.array(2, np.int64), "half": np.array(0.5, np.float32)}
+CONV = "g (float[N,3,H,W] x) => (float[N,4,A,B] y) {{ {} }}"
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_weight_norm_folds(norm: str) -> None:
-    text = NORMS[norm]
-    shapes = {
-        name: shape for name, shape in {"v": (4, 3, 2, 2), "g": (4, 1, 1, 1)}.items() if f"{name}" in _words(text)
-    }
-    proto = model(
-        f"g (float[N,3,H,W] x) => (float[N,4,A,B] y) {{ {text}\n"
-        " z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
-        {**shapes, **batch_norm("p", 4)},
-        values={name: value for name, value in GIVEN.items() if name in _words(text)},
-    )
-    folded, result = fold_and_check(proto)
+    text = NORMS[norm].replace("(v", "(v:4.3.2.2", 1).replace("g)", "g:4.1.1.1)").replace("(g,", "(g:4.1.1.1,")
+    given = {name: value for name, value in GIVEN.items() if re.search(rf"\b{name}\)", text)}
+    folded, result = fold_and_check(model(CONV.format(f"{text} z = Conv (x, w) y = Norm (z, p:4)"), values=given))
     assert operators(folded) == ["Conv"]
     assert [proof.method for proof in result.report.verification.sites] == ["proved"]
 
 
-def _words(text: str) -> list[str]:
-    return text.replace("(", " ").replace(")", " ").replace(",", " ").split()
-
-
 def test_a_scale_that_is_computed() -> None:
     proto = model(
-        """g (float[N,3,H,W] x) => (float[N,4,A,B] y) {
-            z = Conv (x, w)
-            n = ReduceL2 <axes = [1], keepdims = 0> (v)
-            k = Sum (n, g, g)
-            n4 = BatchNormalization (z, k, p_b, p_m, p_v)
-            y = Relu (n4) }""",
-        {"w": (4, 3, 1, 1), "v": (4, 5), "g": (4,), **batch_norm("p", 4)},
+        CONV.format("""z = Conv (x, w:4.3.1.1) n = ReduceL2 <axes = [1], keepdims = 0> (v:4.5) k = Sum (n, g:4, g)
+        n4 = BatchNormalization (z, k, p_b:4, p_m:4, p_v:4) y = Relu (n4)""")
     )
-    del proto.graph.initializer[[tensor.name for tensor in proto.graph.initializer].index("p_s")]
     assert operators(fold_and_check(proto)[0]) == ["Conv", "Relu"]
 
 
@@ -80,16 +65,17 @@ def test_reductions(kind: str, axes: list[int] | None, keepdims: int) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+FOUR = np.ones(4, np.float32)
 UNREADABLE = {
     "an output type": (
         "DequantizeLinear",
         {"output_dtype": 10},
         {"q": np.ones(3, np.int8), "s": np.ones((), np.float32)},
     ),
-    "an attribute of Reshape": ("Reshape", {"mode": 1}, {"d": np.ones(4, np.float32), "s": np.array([2, 2])}),
-    "an attribute of Cast": ("Cast", {"to": 1, "more": 1}, {"d": np.ones(4, np.float32)}),
-    "an attribute of Gather": ("Gather", {"more": 1}, {"d": np.ones(4, np.float32), "i": np.array([0])}),
-    "no axes, no reduction": ("ReduceSum", {"noop_with_empty_axes": 1}, {"d": np.ones(4, np.float32)}),
+    "an attribute of Reshape": ("Reshape", {"mode": 1}, {"d": FOUR, "s": np.array([2, 2])}),
+    "an attribute of Cast": ("Cast", {"to": 1, "more": 1}, {"d": FOUR}),
+    "an attribute of Gather": ("Gather", {"more": 1}, {"d": FOUR, "i": np.array([0])}),
+    "no axes, no reduction": ("ReduceSum", {"noop_with_empty_axes": 1}, {"d": FOUR}),
     "a sum of integers": ("ReduceSum", {}, {"d": np.ones(4, np.int32)}),
 }
 

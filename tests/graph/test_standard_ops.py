@@ -27,22 +27,14 @@ def normal(*shape: int) -> np.ndarray:
 def model(
     op_type: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any], **options: Any
 ) -> onnx.ModelProto:
-    domain, opset = options.get("domain", "mmcv"), options.get("opset", 20)
-    integers = op_type == "NonMaxSuppression"
+    domain, opset, value = options.get("domain", "mmcv"), options.get("opset", 20), helper.make_tensor_value_info
     node = helper.make_node(op_type, [*inputs], ["y"], name="op", domain=domain, **attributes)
-    given = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(each.dtype), options.get("shape", each.shape)
-        )
-        for name, each in inputs.items()
-        if name
-    ]
-    y = helper.make_tensor_value_info(
-        "y", *((TensorProto.INT64, [None]) if integers else (TensorProto.FLOAT, [None] * 4))
-    )
-    graph = helper.make_graph([node], "g", given, [y])
+    kinds = {name: helper.np_dtype_to_tensor_dtype(each.dtype) for name, each in inputs.items() if name}
+    given = [value(name, kind, options.get("shape", inputs[name].shape)) for name, kind in kinds.items()]
+    integers = op_type == "NonMaxSuppression"
+    y = value("y", *((TensorProto.INT64, [None]) if integers else (TensorProto.FLOAT, [None] * 4)))
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(domain, 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=9)
+    return helper.make_model(helper.make_graph([node], "g", given, [y]), opset_imports=imports, ir_version=9)
 
 
 def check(op_type: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any], **options: Any) -> np.ndarray:
@@ -63,36 +55,35 @@ def check(op_type: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[st
     return expected
 
 
+# stride, padding, dilation, groups, groups of offsets, kernel, reach of the offsets
 CONVOLUTIONS = [
-    ({"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1, "deform_groups": 1}, (3, 3), 1.5),
-    ({"stride": [2, 1], "padding": [1, 0], "dilation": [1, 1], "groups": 1, "deform_groups": 2}, (3, 1), 0.5),
-    ({"stride": [1, 2], "padding": [2, 2], "dilation": [2, 1], "groups": 2, "deform_groups": 2}, (2, 3), 6.0),
-    ({"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 4, "deform_groups": 4}, (1, 1), 3.0),
+    ([1, 1], [1, 1], [1, 1], 1, 1, (3, 3), 1.5),
+    ([2, 1], [1, 0], [1, 1], 1, 2, (3, 1), 0.5),
+    ([1, 2], [2, 2], [2, 1], 2, 2, (2, 3), 6.0),
+    ([1, 1], [0, 0], [1, 1], 4, 4, (1, 1), 3.0),
 ]
 
 
 @pytest.mark.parametrize("domain", schema.MMCV_DOMAINS)
 @pytest.mark.parametrize("op_type", ["MMCVModulatedDeformConv2d", "no bias", "MMCVDeformConv2d"])
-@pytest.mark.parametrize(("attributes", "kernel", "reach"), CONVOLUTIONS)
-def test_deformable_convolutions(op_type: str, attributes: Any, kernel: Any, reach: float, domain: str) -> None:
-    x = normal(2, 4, 7, 8)
-    weight = normal(8, 4 // attributes["groups"], *kernel)
+@pytest.mark.parametrize("form", CONVOLUTIONS)
+def test_deformable_convolutions(op_type: str, form: Any, domain: str) -> None:
+    stride, padding, dilation, groups, deform_groups, kernel, reach = form
+    x, weight = normal(2, 4, 7, 8), normal(8, 4 // groups, *kernel)
     sides = [
-        (size + 2 * pad - dilation * (k - 1) - 1) // stride + 1
-        for size, k, pad, dilation, stride in zip(
-            x.shape[2:], kernel, attributes["padding"], attributes["dilation"], attributes["stride"]
-        )
+        (size + 2 * pad - d * (k - 1) - 1) // s + 1
+        for size, k, pad, d, s in zip((7, 8), kernel, padding, dilation, stride)
     ]
-    positions = attributes["deform_groups"] * kernel[0] * kernel[1]
-    offset = reach * normal(2, 2 * positions, *sides)
-    mask = NUMBERS.random((2, positions, *sides), np.float32)
+    positions = deform_groups * kernel[0] * kernel[1]
+    offset, mask = reach * normal(2, 2 * positions, *sides), NUMBERS.random((2, positions, *sides), np.float32)
     inputs = {"x": x, "offset": offset, "mask": mask, "w": weight, "b": normal(8)}
     if op_type == "no bias":
         op_type = "MMCVModulatedDeformConv2d"
         del inputs["b"]
     elif op_type == "MMCVDeformConv2d":
         inputs = {"x": x, "offset": offset, "w": weight}
-    check(op_type, inputs, attributes, domain=domain)
+    sizes = {"stride": stride, "padding": padding, "dilation": dilation}
+    check(op_type, inputs, {**sizes, "groups": groups, "deform_groups": deform_groups}, domain=domain)
 
 
 @pytest.mark.parametrize("opset", [16, 20])
@@ -116,14 +107,8 @@ def test_roi_align(aligned: int, sampling_ratio: int, scale: float) -> None:
     x = normal(3, 2, 9, 11)
     corners = np.sort(NUMBERS.random((6, 2, 2)) * 12 - 1, axis=1).reshape(6, 4) / scale
     rois = np.concatenate([[[0], [2], [1], [1], [0], [2]], corners], 1).astype(np.float32)
-    attributes = {
-        "output_height": 3,
-        "output_width": 2,
-        "spatial_scale": scale,
-        "sampling_ratio": sampling_ratio,
-        "mode": "avg",
-        "aligned": aligned,
-    }
+    attributes = {"output_height": 3, "output_width": 2, "spatial_scale": scale, "mode": "avg"}
+    attributes |= {"sampling_ratio": sampling_ratio, "aligned": aligned}
     check("MMCVRoiAlign", {"x": x, "rois": rois}, attributes)
 
 
@@ -142,34 +127,24 @@ def test_corner_pool(mode: int) -> None:
     check("MMCVCornerPool", {"x": x}, {"mode": mode}, atol=0)
 
 
-X, OFFSET, WEIGHT = normal(1, 2, 4, 4), normal(1, 2, 4, 4), normal(2, 2, 1, 1)
+X = normal(1, 2, 4, 4)
+PLAIN = {"x": X, "o": normal(1, 2, 4, 4), "w": normal(2, 2, 1, 1)}
+VOLUMES = {"x": normal(1, 1, 2, 2, 2), "grid": normal(1, 2, 2, 2, 3)}
 REFUSED: dict[str, tuple[str, Mapping[str, np.ndarray], Mapping[str, Any], Mapping[str, Any], str]] = {
     "operator": ("NMSRotated", {"x": X}, {}, {}, "no standard operator computes NMSRotated"),
-    "attribute": (
-        "MMCVDeformConv2d",
-        {"x": X, "o": OFFSET, "w": WEIGHT},
-        {"modes": 1},
-        {},
-        "'modes', which is not known",
-    ),
+    "attribute": ("MMCVDeformConv2d", PLAIN, {"modes": 1}, {}, "'modes', which is not known"),
     "integers": ("MMCVCornerPool", {"x": np.ones((1, 1, 2, 2), np.int64)}, {"mode": 0}, {}, "of INT64 values"),
-    "three strides": (
-        "MMCVDeformConv2d",
-        {"x": X, "o": OFFSET, "w": WEIGHT},
-        {"stride": [1, 1, 1]},
+    "three strides": ("MMCVDeformConv2d", PLAIN, {"stride": [1, 1, 1]}, {}, "3 values in stride"),
+    "bias": ("MMCVDeformConv2d", PLAIN, {"bias": 1}, {}, "no input for one"),
+    "no mask": (
+        "MMCVModulatedDeformConv2d",
+        {"x": X, "o": PLAIN["o"], "": X, "w": PLAIN["w"]},
         {},
-        "3 values in stride",
+        {},
+        "lacks input 2",
     ),
-    "bias": ("MMCVDeformConv2d", {"x": X, "o": OFFSET, "w": WEIGHT}, {"bias": 1}, {}, "no input for one"),
-    "no mask": ("MMCVModulatedDeformConv2d", {"x": X, "o": OFFSET, "": X, "w": WEIGHT}, {}, {}, "lacks input 2"),
     "mode": ("grid_sampler", {"x": X, "grid": X}, {"interpolation_mode": 3}, {}, "interpolation_mode=3"),
-    "volumes": (
-        "grid_sampler",
-        {"x": normal(1, 1, 2, 2, 2), "grid": normal(1, 2, 2, 2, 3)},
-        {},
-        {"opset": 19},
-        "rank 5",
-    ),
+    "volumes": ("grid_sampler", VOLUMES, {}, {"opset": 19}, "rank 5"),
     "no mode": ("MMCVRoiAlign", {"x": X, "rois": normal(1, 5)}, {"aligned": 1}, {}, "lacks output_height"),
     "unknown size": (
         "MMCVCornerPool",
@@ -191,17 +166,10 @@ def test_what_stays_is_named(name: str) -> None:
     assert ir.to_proto(changed).graph.node[:] == before.graph.node[:]
 
 
-MODEL = """
-<ir_version: 7, opset_import: ["" : 11, "mmdeploy" : 1]>
-net (float[N, 4, 8, 8] x, float[N, 18, 8, 8] o, float[N, 9, 8, 8] m) => (float[N, 4, 8, 8] y)
-<float[4, 4, 3, 3] w, float[4] b>
-{
-    h = mmdeploy.MMCVModulatedDeformConv2d <padding = [1, 1]> (x, o, m, w, b)
-    s = Softmax <axis = 1> (h)
-    q = Squeeze <axes = [1]> (s)
-    y = Unsqueeze <axes = [1]> (q)
-}
-""".replace("N, 4, 8, 8] y", "N, 1, 8, 8] y").replace("[4, 4, 3, 3] w, float[4] b", "[1, 4, 3, 3] w, float[1] b")
+MODEL = """<ir_version: 7, opset_import: ["" : 11, "mmdeploy" : 1]>
+    net (float[N, 4, 8, 8] x, float[N, 18, 8, 8] o, float[N, 9, 8, 8] m) => (float[N, 1, 8, 8] y)
+    <float[1, 4, 3, 3] w, float[1] b> { h = mmdeploy.MMCVModulatedDeformConv2d <padding = [1, 1]> (x, o, m, w, b)
+        s = Softmax <axis = 1> (h) q = Squeeze <axes = [1]> (s) y = Unsqueeze <axes = [1]> (q) }"""
 
 
 def test_the_opset_is_raised() -> None:
