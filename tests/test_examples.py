@@ -37,16 +37,6 @@ def tutorial(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module")
-def ort_run(tutorial):
-    return tutorial[0] / "build/ort_run/ort_run"
-
-
-@pytest.fixture(scope="module")
-def libtorch_run(tutorial):
-    return tutorial[0] / "build/libtorch_run/libtorch_run"
-
-
 @pytest.mark.cpp
 def test_the_tutorial_runs(tutorial):
     _, printed = tutorial
@@ -62,25 +52,29 @@ def kept(tmp_path_factory):
     return path
 
 
-def run(program, *arguments):
-    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
+def run(command, *arguments):
+    return subprocess.run([command, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
-def run_on(program, model, x, folder, *more):
+def program(tutorial, name):
+    return tutorial[0] / "build" / name / name
+
+
+def run_on(tutorial, name, model, x, folder, *more):
     """Its standard output, and the values that it wrote."""
     source, target = folder / "input.bin", folder / "output.bin"
     x.astype(np.float32).tofile(source)
-    done = run(program, model, ",".join(map(str, x.shape)), source, target, *more)
+    done = run(program(tutorial, name), model, ",".join(map(str, x.shape)), source, target, *more)
     assert done.returncode == 0, done.stderr
     return done.stdout, np.fromfile(target, np.float32)
 
 
 @pytest.mark.cpp
 @pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
-def test_ort_run(ort_run, kept, library, tmp_path):
+def test_ort_run(tutorial, kept, library, tmp_path):
     x = np.random.default_rng(0).standard_normal((3, 1, 8, 8), np.float32)
     more = [bnexport.get_library_path()] if library else []
-    text, got = run_on(ort_run, kept, x, tmp_path, *more)
+    text, got = run_on(tutorial, "ort_run", kept, x, tmp_path, *more)
     session = bnexport.InferenceSession(kept) if library else onnxruntime.InferenceSession(kept)
     (expected,) = session.run(None, {"x": x})
     assert text == "output: [3, 10]\n"
@@ -98,9 +92,9 @@ def test_ort_run(ort_run, kept, library, tmp_path):
         ("3,1,8,8", "input", ["no_library.so"], "no_library.so"),
     ],
 )
-def test_ort_run_says_what_is_wrong(ort_run, kept, shape, file, more, message, tmp_path):
+def test_ort_run_says_what_is_wrong(tutorial, kept, shape, file, more, message, tmp_path):
     np.zeros(192, np.float32).tofile(tmp_path / "input")
-    done = run(ort_run, kept, shape, tmp_path / file, tmp_path / "out", *more)
+    done = run(program(tutorial, "ort_run"), kept, shape, tmp_path / file, tmp_path / "out", *more)
     assert done.returncode == 1
     assert "error:" in done.stderr
     assert message in done.stderr
@@ -116,11 +110,11 @@ def test_ort_run_says_what_is_wrong(ort_run, kept, shape, file, more, message, t
     ],
     ids=["resnet", "segmenter"],
 )
-def test_libtorch_run(libtorch_run, make, example, shape, outputs, tmp_path):
+def test_libtorch_run(tutorial, make, example, shape, outputs, tmp_path):
     net, x = trained(make()), torch.randn(shape)
     path = tmp_path / "m.pt"
     bnexport.export(net, torch.randn(example), path, format="torchscript", verify=False)
-    text, got = run_on(libtorch_run, path, x.numpy(), tmp_path)
+    text, got = run_on(tutorial, "libtorch_run", path, x.numpy(), tmp_path)
     with torch.no_grad():
         value = net(x)
     expected = [value] if isinstance(value, torch.Tensor) else list(value.values())
@@ -130,10 +124,10 @@ def test_libtorch_run(libtorch_run, make, example, shape, outputs, tmp_path):
 
 
 @pytest.mark.cpp
-def test_libtorch_run_says_what_is_wrong(libtorch_run, tmp_path):
+def test_libtorch_run_says_what_is_wrong(tutorial, tmp_path):
     (tmp_path / "m.pt").write_bytes(b"no model")
     np.zeros(4, np.float32).tofile(tmp_path / "input")
-    done = run(libtorch_run, tmp_path / "m.pt", "2,2", tmp_path / "input", tmp_path / "out")
+    done = run(program(tutorial, "libtorch_run"), tmp_path / "m.pt", "2,2", tmp_path / "input", tmp_path / "out")
     assert done.returncode == 1
     assert f"libtorch {torch.__version__.partition('+')[0]}" in done.stderr
     assert "cannot load it" in done.stderr

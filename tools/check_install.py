@@ -9,6 +9,7 @@ MOST_MEGABYTES, or where torch or onnxruntime came along. Without a wheel it tri
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 MOST_MEGABYTES = 120
+NEWEST_LIBC = 28
 
 # Conv, MMCVSyncBatchNorm, Relu: written with what the base installation has.
 MODEL = """
@@ -77,6 +79,9 @@ def check(wheel: Path, python: str, folder: Path, constraints: Path | None) -> N
     print(f"{version}: {len(files)} packages and the wheel, {megabytes:.1f} MB")
     if megabytes > MOST_MEGABYTES:
         raise SystemExit(f"downloads: got {megabytes:.1f} MB, expected at most {MOST_MEGABYTES}")
+    libc = [int(minor) for minor in re.findall(r"manylinux_2_(\d+)_", wheel.name)]
+    if libc and min(libc) > NEWEST_LIBC:
+        raise SystemExit(f"{wheel.name}: needs the C library 2.{min(libc)}, expected 2.{NEWEST_LIBC} or an older one")
     for module in ("torch", "onnxruntime"):
         if run(inside, "-c", f"import {module}", cwd=folder).returncode == 0:
             raise SystemExit(f"{module} was installed, expected the base installation to leave it out")

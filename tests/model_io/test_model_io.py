@@ -19,7 +19,7 @@ import onnx_ir as ir
 import pytest
 
 from bnexport import model_io
-from bnexport.errors import MalformedModelError, StorageError, UnsafeModelError, UnsupportedModelError, UsageError
+from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import Limits, as_model, load, save, to_proto
 from bnexport.model_io.read import paused_collection
 from bnexport.model_io.wire import field
@@ -182,28 +182,6 @@ class TestSave:
         entry = proto.graph.quantization_annotation.add(tensor_name="w")
         entry.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="x")
         assert to_proto(as_model(proto)).graph.quantization_annotation == proto.graph.quantization_annotation
-
-    def test_failure_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        save(as_model(example()), tmp_path / "model.onnx")
-        before = (tmp_path / "model.onnx").read_bytes()
-
-        def full(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(StorageError, match="No space left"):
-            save(as_model(example()), tmp_path / "model.onnx", external_data=True)
-        assert os.listdir(tmp_path) == ["model.onnx"]
-        assert (tmp_path / "model.onnx").read_bytes() == before
-
-    def test_leftovers_of_a_dead_process_go(self, tmp_path: Path) -> None:
-        dead = tmp_path / ".model.onnx.999999999-0123abcd.bnexport"
-        dead.mkdir()
-        (dead / "model.onnx").write_bytes(b"half")
-        alive = tmp_path / f".model.onnx.{os.getppid()}-0123abcd.bnexport"
-        alive.mkdir()
-        save(as_model(example()), tmp_path / "model.onnx")
-        assert sorted(os.listdir(tmp_path)) == [alive.name, "model.onnx"]
 
     @pytest.mark.parametrize("target", ["", "missing/model.onnx", "folder"])
     def test_bad_targets(self, tmp_path: Path, target: str) -> None:

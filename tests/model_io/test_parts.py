@@ -97,14 +97,6 @@ class TestSafetensors:
             with pytest.raises(UsageError, match="it is a folder, or its folder does not exist"):
                 save_tensors({}, {}, target)
 
-    def test_a_failure_leaves_the_old_file_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        save_tensors({"a": np.ones(2)}, {}, tmp_path / "t")
-        monkeypatch.setattr(os, "replace", fails(errno.ENOSPC))
-        with pytest.raises(StorageError, match=r"cannot write .*: No space left on device; nothing was changed"):
-            save_tensors({"a": np.zeros(2)}, {}, tmp_path / "t")
-        assert os.listdir(tmp_path) == ["t"]
-        np.testing.assert_array_equal(load_tensors(tmp_path / "t")[0]["a"], np.ones(2))
-
     def test_files_that_are_none(self, tmp_path: Path) -> None:
         with pytest.raises(MissingFileError, match="got no such file"):
             load_tensors(tmp_path / "t")
@@ -204,11 +196,7 @@ class TestContained:
         with open(tmp_path / "copy", "w+b") as file, pytest.raises(OSError, match="error"):
             tensor.tofile(file)
 
-    def test_a_file_that_got_shorter(self, tensor: ContainedTensor, tmp_path: Path) -> None:
-        with open(tmp_path / "m.onnx.data", "r+b") as file:
-            file.truncate(BIG.nbytes - 10)
-        with pytest.raises(UnsafeModelError, match="changed since the model was loaded"):
-            tensor.tobytes()
+    def test_a_file_that_got_shorter(self) -> None:
         with pytest.raises(MalformedModelError, match="ends 10 bytes too early"):
             external._read_into(io.BytesIO(bytes(20)), memoryview(bytearray(30)))
 
@@ -366,25 +354,11 @@ class TestLeftovers:
         assert not ended.exists() and alive.exists() and other.exists() and made.is_dir()
         assert sorted(path.name for path in tmp_path.glob("*.data")) == ["m.onnx.2.data", "n.onnx.data"]
 
-    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"cannot write .*: No such file or directory"):
-            staging.make_folder(str(tmp_path / "missing/m.onnx"))
-
     def test_names_that_are_free(self, tmp_path: Path) -> None:
         target = tmp_path / "m.onnx"
         for expected in ("m.onnx.data", "m.onnx.1.data", "m.onnx.2.data"):
             assert staging.free_data_name(str(target)) == expected
             (tmp_path / expected).symlink_to("nowhere")
-
-    def test_a_data_file_that_another_run_made_stays(self, tmp_path: Path) -> None:
-        staged = stage(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=True)
-        (tmp_path / "m.onnx.data").write_text("theirs")
-        with pytest.raises(
-            UsageError, match=r"'m.onnx.data' was made by another run in the meantime; nothing was changed"
-        ):
-            staged.commit()
-        staged.discard()
-        assert os.listdir(tmp_path) == ["m.onnx.data"] and (tmp_path / "m.onnx.data").read_text() == "theirs"
 
     def test_without_hard_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "link", fails(errno.EPERM))

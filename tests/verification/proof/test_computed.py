@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx.helper
 import pytest
 
 from bnexport import verify
+from bnexport.errors import VerificationError
 from bnexport.folding import fold
+from bnexport.graph.evaluate import NodeEvaluator
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Verification
 from tests.miscompilations.mistake import affine
@@ -233,3 +238,42 @@ def test_an_initializer_that_is_an_input_of_a_body_is_no_constant(version: int) 
 
     source = loop("Mul (v, k)", v=3, k=2)
     assert local(source, loop("Constant <value = float[1] {6.0}> ()", v=3)).status == "not_verified"
+
+
+# How the weight of the convolution in front of a batch norm is computed.
+WEIGHTS = {
+    "Transpose": "w = Transpose <perm = [0, 1, 3, 2]> (v:4.4.3.3)",
+    "Reshape": "w = Reshape (v:4.4.3.3, s)",
+    "Mul": "w = Mul (v:4.4.3.3, v)",
+    "Sub": "w = Sub (v:4.4.3.3, u:4.4.3.3)",
+    "ReduceMax": "m = ReduceMax <axes = [1]> (v:4.4.3.3) w = Add (v, m)",
+    "Concat": "w = Concat <axis = 1> (h:4.2.3.3, h)",
+    "Slice": "w = Slice (d:8.4.3.3, starts, ends, axes)",
+    "Cast": "f = Cast <to = 10> (v:4.4.3.3) w = Cast <to = 1> (f)",
+}
+INTEGERS = {"s": [4, 4, 3, 3], "starts": [2], "ends": [6], "axes": [0]}
+
+
+@pytest.mark.parametrize("operator", WEIGHTS)
+def test_a_fault_of_the_evaluator_does_not_pass(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
+    """Folder and proof compute the same wrong weight: the proof alone passes; whole models refute it by default."""
+    text = f"{WEIGHTS[operator]} z = Conv (x, w) y = Norm (z, p:4)"
+    values = {name: np.asarray(each) for name, each in INTEGERS.items() if f"{name})" in text or f"{name}," in text}
+    proto = model(f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{ {text} }}", values=values)
+    assert fold(proto).report.verification.passed
+    right, seen = NodeEvaluator.__call__, list[str]()
+
+    def wrong(self: NodeEvaluator, inputs: Sequence[Any]) -> list[Any]:
+        results = right(self, inputs)
+        if self._node.op_type != operator:
+            return results
+        seen.append(operator)
+        return [each + 1 if each is not None and each.dtype.kind == "f" else each for each in results]
+
+    monkeypatch.setattr(NodeEvaluator, "__call__", wrong)
+    result = fold(proto, verify=False)
+    assert seen and result.report.changed
+    assert prove_claims(proto, result.model, result.report).status == "passed"
+    assert verify(proto, result.model).status == "failed"
+    with pytest.raises(VerificationError):
+        fold(proto)
