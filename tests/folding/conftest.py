@@ -6,7 +6,6 @@ Every folded model passes ONNX's full check, with the shapes that it declares, i
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.support.onnx_text import passes_full_check
 
 # Larger models are not checked: the time would show.
 _CHECKED_BYTES, _CHECKED_NODES = 1 << 16, 500
-_MARKS: Counter[str] = Counter()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,6 @@ def _no_fold_is_left_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> Iterato
         record(sys.modules["bnexport.folding.torch_module"], "prove_module")
     yield
     for verdict in made:
-        _MARKS.update(proof.method for proof in verdict.sites)
         unexplained = [proof for proof in verdict.sites if proof.method != "proved" and not proof.reason]
         assert not unexplained
         assert verdict.passed or verdict.reason
@@ -74,10 +71,3 @@ def _whole(model: ir.Model) -> onnx.ModelProto:
     """Like `to_proto`, whose limit a test may lower."""
     pieces = (piece if isinstance(piece, bytes) else piece.tobytes() for piece in encode(model).model)
     return onnx.ModelProto.FromString(b"".join(pieces))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many folds were proved, in this process."""
-    if _MARKS:
-        counts = ", ".join(f"{count:,} {mark}" for mark, count in sorted(_MARKS.items()))
-        terminalreporter.write_line(f"folds of tests/folding, by the proof where they stand: {counts}")

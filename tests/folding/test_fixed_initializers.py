@@ -12,28 +12,25 @@ import pytest
 from bnexport import verify
 from bnexport.cli import main
 from bnexport.folding import fold, inspect
-from tests.support.onnx_text import batch_norm, model, operators, run
+from tests.support.onnx_text import model, operators, run
 
-BODY = """g (float[N,4,6,6] x, float[4,5,2,2] w, float[5] p_v) => (float[N,5,12,12] y) {
-    z = ConvTranspose <strides = [2, 2], kernel_shape = [2, 2]> (x, w)
-    n = BatchNormalization (z, p_s, p_b, p_m, p_v)
-    y = Relu (n) }"""
-SHAPES = {"w": (4, 5, 2, 2), **batch_norm("p", 5)}
+NODES = "z = ConvTranspose <strides = [2, 2], kernel_shape = [2, 2]> (x, w:4.5.2.2) n = Norm (z, p:5) y = Relu (n)"
 NOTE = "initializers that were inputs as well are constants only: 2, 'w', 'p_v'"
+
+
+def build(more: str = ", float[4,5,2,2] w, float[5] p_v", **options: int) -> onnx.ModelProto:
+    return model(f"g (float[N,4,6,6] x{more}) => (float[N,5,12,12] y) {{ {NODES} }}", **options)
 
 
 @pytest.fixture
 def source() -> onnx.ModelProto:
-    return model(BODY, SHAPES)
-
-
-def test_the_reason_names_the_option(source: onnx.ModelProto) -> None:
-    (site,) = fold(source).report.sites
-    assert (site.outcome, site.refusals[0].code) == ("kept", "overridable")
-    assert "fixed_initializers=True, --fixed-initializers" in site.refusals[0].text
+    return build()
 
 
 def test_fold(source: onnx.ModelProto) -> None:
+    (site,) = fold(source).report.sites
+    assert (site.outcome, site.refusals[0].code) == ("kept", "overridable")
+    assert "fixed_initializers=True, --fixed-initializers" in site.refusals[0].text
     result = fold(source, fixed_initializers=True)
     assert operators(result.model) == ["ConvTranspose", "Relu"]
     assert [value.name for value in result.model.graph.input] == ["x"]
@@ -42,6 +39,7 @@ def test_fold(source: onnx.ModelProto) -> None:
     assert (verdict.status, [proof.method for proof in verdict.sites]) == ("passed", ["proved"])
     x = np.random.default_rng(0).standard_normal((2, 4, 6, 6), np.float32)
     np.testing.assert_allclose(run(result.model, {"x": x})[0], run(source, {"x": x})[0], rtol=1e-4, atol=1e-5)
+    assert [inspect(source, fixed_initializers=fixed).notes for fixed in (False, True)] == [(), (NOTE,)]
 
 
 def test_verify(source: onnx.ModelProto) -> None:
@@ -58,16 +56,9 @@ def test_verify(source: onnx.ModelProto) -> None:
     assert verify(source, wrong, fixed_initializers=True).status == "failed"
 
 
-def test_inspect(source: onnx.ModelProto) -> None:
-    assert inspect(source).notes == ()
-    assert inspect(source, fixed_initializers=True).notes == (NOTE,)
-
-
 def test_before_ir_4_they_have_to_be_inputs() -> None:
-    old = model(BODY.replace(", float[4,5,2,2] w, float[5] p_v", ""), SHAPES, opset=8, ir_version=3)
-    result = fold(old, fixed_initializers=True)
-    assert result.report.notes == ()
-    assert operators(result.model) == ["ConvTranspose", "Relu"]
+    result = fold(build("", opset=8, ir_version=3), fixed_initializers=True)
+    assert (result.report.notes, operators(result.model)) == ((), ["ConvTranspose", "Relu"])
 
 
 def test_in_the_command_line(source: onnx.ModelProto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

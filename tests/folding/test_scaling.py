@@ -12,20 +12,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding import fold
 from bnexport.folding.context import Options
 from bnexport.folding.folder import Folding
-from bnexport.model_io import to_proto
 from bnexport.model_io.read import open_source
 from tests.support.onnx_text import (
-    assert_near,
-    batch_norm,
-    batch_norms,
-    fold_and_check,
-    make_inputs,
     model,
-    operators,
-    run,
 )
 from tests.support.work import counted
 
@@ -46,7 +37,17 @@ GROWING = {
     "written-out": ("r{i} = Softmax (v{i}) t{i} = Mul (r{i}, k{i}_s:4.1.1) v{j} = Add (t{i}, l{i}:4.1.1)", "kept"),
     "training": (f"{CONV} {TRAINING}", "folded"),
     "branches": (BLOCK, "folded"),
+    "concat": ("z{i} = Conv (v0, w{i}:2.4.1.1)", "folded"),
+    "concat-of-norms": ("z{i} = Norm (r, p{i}+:4)", "folded"),
     "one-sum": ("z{i} = Conv (v0, w{i}:4.4.1.1) v{j} = Add (z{i}, v{i})", "folded"),
+}
+# What stands before all of these, and behind them.
+AROUND: dict[str, tuple[str, Callable[[str, int], str]]] = {
+    "concat": ("", lambda parts, count: f"j = Concat <axis=1> ({parts}) v{count} = Norm (j, p+:{2 * count})"),
+    "concat-of-norms": (
+        "r = Relu (v0)",
+        lambda parts, count: f"j = Concat <axis=1> ({parts}) v{count} = Conv (j, w:3.{4 * count}.1.1)",
+    ),
 }
 HEADERS = {
     "ir-3": '<ir_version: 3, opset_import: ["": 9]>',
@@ -56,7 +57,9 @@ HEADERS = {
 
 def repeated(case: str, count: int) -> onnx.ModelProto:
     """Nodes for each number below `count`, on x; the outputs are the last value, and every one that nothing reads."""
+    before, behind = AROUND.get(case, ("", lambda *_: ""))
     nodes = "\n".join(GROWING[case][0].format(i=i, j=i + 1) for i in range(count))
+    nodes = f"{before} {nodes} {behind(', '.join(f'z{i}' for i in range(count)), count)}"
     outs = [f"y{i}" for i in range(count)] if case == "outputs" else [f"v{count}"]
     if case == "training":
         outs += [f"{name}{i}_new" for i in range(count) for name in "ms"]
@@ -95,53 +98,6 @@ def test_ten_thousand(case: str) -> None:
     (small, _), (large, outcomes) = (engine_work(repeated(case, count)) for count in (1000, 10_000))
     assert outcomes == {outcome}
     assert large < _NEAR_LINEAR * small
-
-
-def concat(count: int) -> onnx.ModelProto:
-    """`count` convolutions joined along the channels and normalised together."""
-    nodes = "\n".join(f"z{i} = Conv (x, w{i}:2.4.1.1)" for i in range(count))
-    parts = ", ".join(f"z{i}" for i in range(count))
-    text = f"{nodes}\n j = Concat <axis=1> ({parts})\n y = Norm (j, p+:{2 * count})"
-    return model(f"g (float[N,4,2,2] x) => (float[N,C,A,B] y) {{ {text} }}")
-
-
-def concat_forward(count: int) -> onnx.ModelProto:
-    """`count` batch norms of something that takes nothing in, joined, before one convolution."""
-    nodes = "\n".join(f"z{i} = Norm (r, p{i}+:4)" for i in range(count))
-    parts = ", ".join(f"z{i}" for i in range(count))
-    text = f"r = Relu (x)\n {nodes}\n j = Concat <axis=1> ({parts})\n y = Conv (j, w:3.{4 * count}.1.1)"
-    return model(f"g (float[N,4,2,2] x) => (float[N,C,A,B] y) {{ {text} }}")
-
-
-@pytest.mark.parametrize("make", [concat, concat_forward])
-def test_concat_of_hundreds(make: Callable[[int], onnx.ModelProto]) -> None:
-    proto = make(400)
-    result = fold(proto, verify=False)
-    folded = to_proto(result.model)
-    assert batch_norms(folded) == 0
-    inputs = make_inputs(proto)
-    assert_near(run(folded, inputs)[0], run(proto, inputs)[0])
-    small, large = (engine_work(make(count))[0] for count in (40, 400))
-    assert large < _NEAR_LINEAR * small
-
-
-def test_bodies_in_bodies() -> None:
-    """As many If nodes as a file can nest, each in the branch of the one before, with a batch norm in every branch."""
-    depth = 30
-    inner = "o{n} = Conv (x, w)\n y{n} = BatchNormalization (o{n}, p_s, p_b, p_m, p_v)"
-
-    def branch(level: int) -> str:
-        if level == depth:
-            return f"leaf () => (float[N,4,A,B] yt) {{ {inner.format(n='t')} }}"
-        return f"""level{level} () => (float[N,4,A,B] s{level}) {{
-            s{level} = If (c) <then_branch = {branch(level + 1)},
-                else_branch = other{level} () => (float[N,4,A,B] ye{level}) {{ {inner.format(n=f"e{level}")} }}> }}"""
-
-    body = f"g (float[N,4,H,W] x, bool c) => (float[N,4,A,B] s0) {{ {branch(0).split('{', 1)[1]}"
-    shapes = {"w": (4, 4, 1, 1), **batch_norm("p", 4)}
-    folded, result = fold_and_check(model(body, shapes), oracle=False)
-    assert len(result.report.folded) == depth + 1
-    assert operators(folded) == ["If"]
 
 
 def test_deeper_than_a_file() -> None:

@@ -7,33 +7,28 @@ import onnx
 import pytest
 
 from bnexport.folding import fold
-from tests.support.onnx_text import batch_norm, batch_norms, model, run
+from tests.support.onnx_text import batch_norms, model, run
 
 LEVELS, DEPTH, CHANNELS = 5, 2, 4
 
 
 def head(*, norms: str, kind: str = "Conv", biased: bool = False) -> onnx.ModelProto:
     """A tower of `kind` and batch norm on each level; norms: "shared" or "separate"."""
-    rank2 = kind != "Conv"
-    sizes = "" if rank2 else ",S{level},S{level}"
-    lines, shapes = [], {}
-    for depth in range(DEPTH):
-        shapes[f"w{depth}"] = (CHANNELS, CHANNELS) if rank2 else (CHANNELS, CHANNELS, 3, 3)
-        shapes |= {f"b{depth}": (CHANNELS,)} if biased else {}
+    nodes, inputs, outputs = [], [], []
     for level in range(LEVELS):
         value = f"x{level}"
         for depth in range(DEPTH):
             norm = f"p{depth}" if norms == "shared" else f"p{depth}_{level}"
-            shapes |= batch_norm(norm, CHANNELS)
-            bias, made = f", b{depth}" * biased, f"{level}_{depth}"
-            lines.append(f"c{made} = {kind} ({value}, w{depth}{bias})")
-            lines.append(f"n{made} = BatchNormalization (c{made}, {', '.join(f'{norm}_{each}' for each in 'sbmv')})")
-            lines.append(f"r{made} = Relu (n{made})")
+            weight = f"w{depth}:{CHANNELS}.{CHANNELS}{'.3.3' * (kind == 'Conv')}{f', b{depth}:{CHANNELS}' * biased}"
+            made = f"{level}_{depth}"
+            nodes.append(
+                f"c{made} = {kind} ({value}, {weight}) n{made} = Norm (c{made}, {norm}:{CHANNELS}) r{made} = Relu (n{made})"
+            )
             value = f"r{made}"
-        lines.append(f"y{level} = Neg ({value})")
-    inputs = ", ".join(f"float[N,{CHANNELS}{sizes.format(level=level)}] x{level}" for level in range(LEVELS))
-    outputs = ", ".join(f"float[] y{level}" for level in range(LEVELS))
-    return model(f"g ({inputs}) => ({outputs}) {{\n" + "\n".join(lines) + "}", shapes)
+        nodes.append(f"y{level} = Neg ({value})")
+        inputs.append(f"float[N,{CHANNELS}{f',S{level},S{level}' * (kind == 'Conv')}] x{level}")
+        outputs.append(f"float[] y{level}")
+    return model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(nodes)} }}")
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])

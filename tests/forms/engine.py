@@ -14,6 +14,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as states
 
 from tests.forms.case import FIRST
+from tests.support.onnx_text import model
 
 # onnx.reference takes the statistics of the batch in opset 9 to 13, and normalises its softmax by axis below 13.
 _TRUSTED_FROM = 14
@@ -25,11 +26,6 @@ _ERRORS = (
 
 class Refused(Exception):
     """No engine runs the model."""
-
-
-def run(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Return the outputs. Raises Refused."""
-    return Engine(proto).run(inputs)
 
 
 class Engine:
@@ -75,13 +71,9 @@ class Engine:
 def newest_opset() -> int:
     """Return the newest opset that ONNX Runtime loads."""
     for opset in range(FIRST, onnx.defs.onnx_opset_version() + 1):
-        imports = [onnx.helper.make_opsetid("", opset)]
-        value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
-        result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
-        graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "newest", [value], [result])
-        version = onnx.helper.find_min_ir_version_for(imports)
+        version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
         try:
-            Engine(onnx.helper.make_model(graph, opset_imports=imports, ir_version=version))
+            Engine(model("g (float[1] x) => (float[1] y) { y = Relu (x) }", opset=opset, ir_version=version))
         except Refused:
             return opset - 1
     return onnx.defs.onnx_opset_version()

@@ -16,7 +16,7 @@ from bnexport.folding.rules import ALL
 from bnexport.verification.proof.lemmas import LEMMAS
 from tests.forms import placements, trial
 from tests.forms.case import SHAPES, Case, Setting, Shape, schema, versions
-from tests.forms.engine import Refused, newest_opset, run
+from tests.forms.engine import Engine, Refused, newest_opset
 from tests.forms.placements import PLACES, Impossible, Result
 from tests.forms.recipes import RECIPES, Recipe
 
@@ -133,7 +133,7 @@ def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding]]:
 
 def computed(one: Trial, case: Case) -> Result:
     bare, inputs = placements.bare(one.op_type, case, one.shape, one.opset)
-    output = np.asarray(run(bare, inputs)[0])
+    output = np.asarray(Engine(bare).run(inputs)[0])
     return Result(output.shape, output.dtype)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
 from tests.folding.corpus.case import ARITHMETIC, CONV, Case
 
 LONE: dict[str, Case] = {
@@ -22,6 +24,15 @@ LONE: dict[str, Case] = {
     "two-conv": Case("z = Conv (x, w:8.6.3.3) t = Add (z, c:8.1.1) y = Conv (t, v:4.8.1.1)", "Conv Conv"),
     **{f"through-a-sum-{index}": Case(f"t = Add (x, c:6.1.1) z = {node} y = Conv (z, w:8.6.1.1)", f"{node[:3]} Conv",
         ins="float[N,6,H,W] x, float[N,6,H,W] b") for index, node in enumerate(("Add (t, b)", "Add (b, t)", "Sub (t, b)", "Sub (b, t)"))},
+    "matmul": Case("z = MatMul (x, w:6.4) t = Add (z, b:4) y = Mul (t, s)", "MatMul Add", ins="float[N,L,6] x",
+        values={"s": np.float32(0.125)}),
+    "gemm": Case("z = Gemm (x, w:6.4) t = Add (z, b:4) y = Div (t, s_s:1)", "Gemm", ins="float[N,6] x"),
+    # Gelu written out stays; its last factor is a map as well, and goes with the batch norm behind it.
+    **{f"gelu-{pad}": Case("z = Conv (x, w:8.6.3.3) n = Norm (z, p:8) r = Constant <value_float = 1.4142135> () "
+        "o = Constant <value_float = 1.0> () h = Constant <value_float = 0.5> () d = Div (n, r) e = Erf (d) f = Add (e, o) "
+        f"p = Mul (n, f) i = Mul (p, h) m = Norm (i, q:8) y = Conv <pads = {[pad] * 4}> (m, v:4.8.3.3)",
+        f"Conv Constant Constant Div Erf Add Mul {'BatchNormalization ' * pad}Conv") for pad in (0, 1)},
+    "stays-in-front-of-matmul": Case("z = Add (x, b:6) y = MatMul (z, w:6.4)", "Add MatMul", ins="float[N,L,6] x"),
     "stays-padded": Case("z = Add (x, c:6.1.1) y = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3)", "Add Conv"),
     "stays-map-of-columns": Case("z = Conv (x, w:8.6.3.3) y = Add (z, c:1.1.1.5)", "Conv Add"),
     "stays-shift-through-relu": Case("z = Conv (x, w:8.6.3.3) r = Relu (z) y = Add (r, c:8.1.1)", "Conv Relu Add"),

@@ -68,6 +68,15 @@ CASES: dict[str, Case] = {
     **{f"a-function-of-opset-{opset}": Case("z = Conv (x, w:8.6.1.1) y = local.norm2d <eps = 0.5> (z, p_s:8, p_b:8, p_m:8, p_v:8)",
         left, outs=OUTER, header=LOCAL, functions=NORM2D.replace('"": 17', f'"": {opset}'))
         for opset, left in ((16, "Conv norm2d"), (17, "Conv"))},
+    # sums of branches: in a body, read by one, and in a function whose constants are inside, so that no call is inlined
+    "branches-in-a-branch": Case(_if("a = Conv (x, w1:8.6.1.1) d = Conv <pads=[1,1,1,1]> (x, w3:8.6.3.3) o = Add (a, d)",
+        "q = Conv (x, w1)"), "Constant If", outs=OUTER),
+    **{f"branches-of-which-a-body-reads-{name}": Case("a = Conv (x, w1:6.6.1.1) d = Conv <pads=[1,1,1,1]> (x, w3:6.6.3.3) "
+        f"t = Add (a, d) {_if('o = Conv (t, v:8.6.1.1)', f'q = Conv ({name}, v)')}", left, outs=OUTER)
+        for name, left in (("a", "Conv Conv Add Constant If"), ("t", "Conv Constant If"))},
+    "branches-in-a-function": Case("y = local.block (x)", "block", ins="float[N,4,H,W] x", outs="float[N,4,A,B] y", header=LOCAL,
+        functions=_function("block (x)", "k = Constant <value = float[1, 4, 1, 1] {1.0, 2.0, 3.0, 4.0}> () "
+        "s = Constant <value_ints=[4, 4, 1, 1]> () w = Expand (k, s) a = Conv (x, w) y = Sub (a, x)")),
     "shapes-inside-a-function": Case("t = local.head (x) y = local.head (t)", "head head", ins="float[N,2,L] x",
         outs="float[N,2,L] y", header=LOCAL, functions=HEAD),
 }  # fmt: skip
