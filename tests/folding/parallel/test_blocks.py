@@ -9,7 +9,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from torch import nn
 
 import bnexport
 from models import branches
@@ -51,13 +50,6 @@ def test_a_deploy_export_merges_the_branches(name: str, tmp_path: Path) -> None:
     assert len(summaries) == NETS[name][1] and all(summaries)
 
 
-def test_in_half_precision(tmp_path: Path) -> None:
-    net = network("repvgg").half()
-    result = bnexport.export(net, torch.randn(2, 3, 16, 16).half(), tmp_path / "m.onnx", exporter="torchscript")
-    assert result.verification.passed, result.verification.summary()
-    assert operators(onnx.load(result.path)).count("Conv") == NETS["repvgg"][1]
-
-
 def test_sync_batch_norms(tmp_path: Path) -> None:
     """Kept as nodes in a custom-op file, which the fold then merges."""
     net = bnexport.convert_sync_batchnorm(network("repvgg"))
@@ -67,14 +59,3 @@ def test_sync_batch_norms(tmp_path: Path) -> None:
     assert report.verification is not None and report.verification.passed
     assert (report.after.batch_norm, report.after.sync_batch_norm) == (0, 0)
     assert {site.op_type for site in report.sites} == {"MMCVSyncBatchNorm"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [branches.repvgg_a0, branches.mobileone_s0])
-def test_whole_networks(make: type[nn.Module], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = make().eval()
-    randomise_statistics(net)
-    result = bnexport.export(net, torch.randn(1, 3, 96, 96), tmp_path / "m.onnx")
-    assert result.verification.passed, result.verification.summary()
-    assert result.report.after.batch_norm == 0

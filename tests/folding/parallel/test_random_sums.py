@@ -10,8 +10,6 @@ from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.support.onnx_text import assert_near, model, operators, run
 
-CHANNELS = 4
-
 
 class Branches:
     """Random branches of `x` in ONNX text, whose kernels keep its size or make the same other one."""
@@ -28,16 +26,13 @@ class Branches:
         return name
 
     def conv(self, value: str, stride: int = 1) -> str:
-        size = int(self.choose.choice([1, 1, 2, 3, 3, 5]))
-        dilation = int(self.choose.choice([1, 1, 2]))
-        group = int(self.choose.choice([1, 1, 2, 4]))
+        size, dilation, group = (int(self.choose.choice(of)) for of in ([1, 1, 2, 3, 3, 5], [1, 1, 2], [1, 1, 2, 4]))
         total = dilation * (size - 1)
         begin = int(self.choose.integers(0, total + 1)) if self.choose.random() < 0.3 else total // 2
         pads = [begin, begin, total - begin, total - begin]
-        bias = f", {{0}}_b:{CHANNELS}" if self.choose.random() < 0.3 else ""
-        weight = f"{{0}}_w:{CHANNELS}.{CHANNELS // group}.{size}.{size}"
+        bias = ", {0}_b:4" if self.choose.random() < 0.3 else ""
         fields = f"pads={pads}, strides={[stride] * 2}, dilations={[dilation] * 2}, group={group}"
-        return self.node(f"Conv <{fields}> ({value}, {weight}{bias})")
+        return self.node(f"Conv <{fields}> ({value}, {{0}}_w:4.{4 // group}.{size}.{size}{bias})")
 
     def pool(self, value: str, stride: int = 1) -> str:
         include = int(self.choose.integers(0, 2))
@@ -45,26 +40,18 @@ class Branches:
         return self.node(f"AveragePool <{fields}> ({value})")
 
     def map(self, value: str) -> str:
-        kinds = {
-            f"Norm ({value}, {{0}}:{CHANNELS})": 0.3,
-            f"Mul ({value}, {{0}}_s:{CHANNELS}.1.1)": 0.2,
-            f"Add ({value}, {{0}}_c:{CHANNELS}.1.1)": 0.2,
-            f"Identity ({value})": 0.15,
-            f"Relu ({value})": 0.1,
-            f"Add ({value}, {{0}}_c:1)": 0.05,
-        }
-        return self.node(str(self.choose.choice(list(kinds), p=list(kinds.values()))))
+        texts = [f"Norm ({value}, {{0}}:4)", f"Mul ({value}, {{0}}_s:4.1.1)", f"Add ({value}, {{0}}_c:4.1.1)", f"Identity ({value})",
+            f"Relu ({value})", f"Add ({value}, {{0}}_c:1)"]  # fmt: skip
+        return self.node(str(self.choose.choice(texts, p=[0.3, 0.2, 0.2, 0.15, 0.1, 0.05])))
 
     def branch(self, value: str, depth: int) -> str:
         """One that makes the size of the sum of `value`."""
         if self.stride == 1 and self.choose.random() < 0.15:
             return value
         before = self.choose.random()
-        if before < 0.2:
-            value = self.map(value)
-        elif before < 0.35:
-            value = self.conv(value)
-        stride, self_stride = self.stride, self.stride
+        if before < 0.35:
+            value = self.map(value) if before < 0.2 else self.conv(value)
+        stride = self.stride
         if depth > 0 and self.choose.random() < 0.25:
             value = self.total(value, depth - 1)
         else:
@@ -72,7 +59,7 @@ class Branches:
         self.stride = 1
         while self.choose.random() < 0.4:
             value = self.map(value) if self.choose.random() < 0.7 else self.conv(value)
-        self.stride = self_stride
+        self.stride = stride
         return value
 
     def total(self, value: str, depth: int) -> str:
@@ -84,13 +71,13 @@ class Branches:
 
     def model(self) -> onnx.ModelProto:
         value = self.total(self.node("Relu (x)"), 2)
-        return model(f"g (float[N,{CHANNELS},H,W] x) => (float[N,A,B,C] {value}) {{ {' '.join(self.nodes)} }}")
+        return model(f"g (float[N,4,H,W] x) => (float[N,A,B,C] {value}) {{ {' '.join(self.nodes)} }}")
 
 
 def check(seed: int) -> bool:
     """Whether something was merged."""
     proto = Branches(seed).model()
-    x = np.random.default_rng(seed).standard_normal((2, CHANNELS, 9, 8)).astype(np.float32)
+    x = np.random.default_rng(seed).standard_normal((2, 4, 9, 8)).astype(np.float32)
     expected = run(proto, {"x": x})[0]
     result = fold(proto, verify=False)
     folded = to_proto(result.model)
