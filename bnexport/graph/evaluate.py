@@ -2,7 +2,7 @@
 
 Constants of the folder and of the proof, weights that an export computes ahead, and the affine forms of the proof all come
 from here. What it answers is a table: an operator that is not in it, a type, or a form that differs from ONNX Runtime's, is
-opaque to all of them. `tests/forms/test_evaluator.py` compares every form of the table with ONNX Runtime.
+opaque to all of them. `tests/forms/evaluated.py` compares every form of the table with ONNX Runtime.
 
 A node is evaluated in the types of its inputs, or in float64 (`rounded`): then each result is rounded once to the type
 that the graph declares, so that a standard deviation that an exporter computes in the graph is not worse than one

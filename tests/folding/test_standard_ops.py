@@ -11,37 +11,19 @@ import onnxruntime
 import pytest
 
 import bnexport
-from tests.support.onnx_text import batch_norm, parameters
+from tests.support.onnx_text import model
 
-NETWORK = """
-<ir_version: 6, opset_import: ["" : 11, "mmdeploy" : 1]>
-net (float[N, 3, 12, 12] x, float[N, 5, 5, 2] grid) => (float[N, 4, 5, 5] y) {
-    c = Conv <pads = [1, 1, 1, 1]> (x, a)
-    n = BatchNormalization (c, p_s, p_b, p_m, p_v)
-    r = Relu (n)
-    o = Conv <pads = [1, 1, 1, 1]> (r, b)
-    m = Conv <pads = [1, 1, 1, 1]> (r, d)
-    g = Sigmoid (m)
-    h = mmdeploy.MMCVModulatedDeformConv2d <padding = [1, 1], stride = [1, 1], groups = 1> (r, o, g, w)
-    k = BatchNormalization (h, q_s, q_b, q_m, q_v)
-    s = Softmax <axis = 1> (k)
-    y = mmdeploy.grid_sampler <interpolation_mode = 0, padding_mode = 1, align_corners = 1> (s, grid)
-}
-"""
-SHAPES = {
-    "a": (4, 3, 3, 3),
-    "b": (18, 4, 3, 3),
-    "d": (9, 4, 3, 3),
-    "w": (4, 4, 3, 3),
-    **batch_norm("p", 4),
-    **batch_norm("q", 4),
-}
+NODES = """
+    c = Conv <pads = [1, 1, 1, 1]> (x, a:4.3.3.3) n = Norm (c, p:4) r = Relu (n)
+    o = Conv <pads = [1, 1, 1, 1]> (r, b:18.4.3.3) m = Conv <pads = [1, 1, 1, 1]> (r, d:9.4.3.3) g = Sigmoid (m)
+    h = mmdeploy.MMCVModulatedDeformConv2d <padding = [1, 1], stride = [1, 1], groups = 1> (r, o, g, w:4.4.3.3)
+    k = Norm (h, q:4) s = Softmax <axis = 1> (k)
+    y = mmdeploy.grid_sampler <interpolation_mode = 0, padding_mode = 1, align_corners = 1> (s, grid)"""
 
 
-def network(text: str = NETWORK) -> onnx.ModelProto:
-    proto = onnx.parser.parse_model(text)
-    values = parameters(SHAPES)
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+def network(nodes: str = NODES) -> onnx.ModelProto:
+    text = f"net (float[N,3,12,12] x, float[N,5,5,2] grid) => (float[N,4,5,5] y) {{ {nodes} }}"
+    proto = model(text, header='<ir_version: 6, opset_import: ["" : 11, "mmdeploy" : 1]>')
     for node in proto.graph.node:
         node.name = f"node_{node.output[0]}"
     return proto
@@ -93,7 +75,7 @@ def test_a_wrong_form_is_refuted(tmp_path: Path, wrong: str) -> None:
 
 def test_what_stays_is_named(tmp_path: Path) -> None:
     """The batch norms fold all the same, and are proved."""
-    text = NETWORK.replace(
+    text = NODES.replace(
         "mmdeploy.grid_sampler <interpolation_mode = 0, padding_mode = 1, align_corners = 1>", "mmdeploy.Other"
     )
     with pytest.warns(bnexport.errors.NotVerifiedWarning):

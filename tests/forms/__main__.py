@@ -1,8 +1,7 @@
-"""python -m tests.forms [--operator NAME] [--quota N] [--json FILE] [--evaluator]
+"""python -m tests.forms [--operator NAME] [--quota N] [--json FILE]
 
 Folds a batch norm next to every legal form of every operator that a rule or a lemma names, and compares results and
-proofs with ONNX Runtime. Prints each finding and the counts; ends with 1 where something was found. With --evaluator, compares
-what the evaluator of nodes answers for instead.
+proofs with ONNX Runtime. Prints each finding and the counts; ends with 1 where something was found.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ import onnx
 import onnxruntime
 
 from benchmarks import records
-from bnexport.graph.evaluate import ANSWERED
-from tests.forms import evaluated
 from tests.forms.engine import newest_opset
-from tests.forms.evaluated import EVALUATED
 from tests.forms.recipes import RECIPES
 from tests.forms.session import Row, judge, of_operator
 
@@ -31,13 +27,10 @@ QUOTA = 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.forms", description=__doc__)
-    parser.add_argument("--operator", choices=sorted(EVALUATED), action="append")
+    parser.add_argument("--operator", choices=sorted(RECIPES), action="append")
     parser.add_argument("--quota", type=int, default=QUOTA, help="forms of each version for each shape")
     parser.add_argument("--json", type=Path, help="write the counts; operators that were not run keep theirs")
-    parser.add_argument("--evaluator", action="store_true", help="compare the evaluator of nodes")
     arguments = parser.parse_args()
-    if arguments.evaluator:
-        return _compare_evaluator(arguments.operator or sorted(ANSWERED), arguments.quota)
     stored: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         stored = json.loads(arguments.json.read_text())["operators"]
@@ -55,17 +48,6 @@ def main() -> int:
             records.write(arguments.json, _report(stored))
     print(json.dumps(_report(stored)["total"]))
     return 1 if found else 0
-
-
-def _compare_evaluator(operators: list[str], quota: int) -> int:
-    total: collections.Counter[str] = collections.Counter()
-    for op_type in operators:
-        found, wrong = evaluated.counts(op_type, quota, None)
-        total.update(found)
-        print(f"{op_type}: {', '.join(f'{count} {name}' for name, count in sorted(found.items()))}", flush=True)
-        print(*wrong, sep="\n", end="\n" * bool(wrong), flush=True)
-    print(json.dumps(total))
-    return 1 if total["wrong"] else 0
 
 
 def _print(name: str, row: Row, seconds: float) -> None:

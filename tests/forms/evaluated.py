@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -11,10 +10,10 @@ import onnx_ir as ir
 
 from bnexport.graph import evaluate
 from tests.forms import placements
-from tests.forms.case import Data, Other, versions
-from tests.forms.engine import Engine, Refused, newest_opset
+from tests.forms.case import Data, Other
+from tests.forms.engine import Engine, Refused
 from tests.forms.recipes import RECIPES, Recipe, arithmetic, constants, moving, windows
-from tests.forms.session import Trial, trials
+from tests.forms.session import Trial, of_operator
 from tests.forms.trial import difference
 
 _UNARY = ("Abs", "Exp", "Log", "Reciprocal", "Sqrt", "Floor", "Ceil")
@@ -34,12 +33,6 @@ EVALUATED: dict[str, Recipe] = {
     **{name: moving.reduction for name in evaluate.ANSWERED if name.startswith("Reduce")},
 }
 TYPES = ("float32", "int64", "int32")
-
-
-def forms(op_type: str, quota: int, sizes: int | None = None) -> Iterator[Trial]:
-    """Yield the forms of all versions of an operator."""
-    for first, last in versions(op_type, newest_opset()):
-        yield from trials(op_type, first, last, quota, sizes, EVALUATED[op_type])
 
 
 def check(one: Trial, dtype: str) -> tuple[str, str]:
@@ -81,7 +74,7 @@ def counts(op_type: str, quota: int, sizes: int | None, step: int = 1) -> tuple[
     """Run every `step`th form of one operator; return how many there are of each outcome, and what is wrong."""
     found, wrong = collections.Counter[str](), []
     kinds = evaluate.ANSWERED[op_type]
-    for index, one in enumerate(forms(op_type, quota, sizes)):
+    for index, one in enumerate(of_operator(op_type, quota, sizes, EVALUATED[op_type])):
         if index % step:
             continue
         for dtype in TYPES:

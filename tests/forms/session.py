@@ -81,10 +81,10 @@ def trials(
             return
 
 
-def of_operator(op_type: str, quota: int, sizes: int | None = None) -> Iterator[Trial]:
+def of_operator(op_type: str, quota: int, sizes: int | None = None, recipe: Recipe | None = None) -> Iterator[Trial]:
     """Yield the forms of all versions of an operator."""
     for first, last in versions(op_type, newest_opset()):
-        yield from trials(op_type, first, last, quota, sizes)
+        yield from trials(op_type, first, last, quota, sizes, recipe)
 
 
 @dataclasses.dataclass

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.page import RESULTS
+from bnexport.graph import evaluate
 from tests.forms import malformed
 from tests.forms.__main__ import QUOTA
 from tests.forms.case import Setting, form, schema, versions
 from tests.forms.engine import newest_opset
+from tests.forms.evaluated import EVALUATED, counts
 from tests.forms.recipes import RECIPES
 from tests.forms.session import EXCLUDED, Row, judge, named, of_operator
 
@@ -79,3 +81,25 @@ def test_malformed_forms_end_in_no_error_of_the_package(op_type: str) -> None:
 @pytest.mark.parametrize("op_type", sorted(RECIPES))
 def test_all_malformed_forms(op_type: str) -> None:
     assert malformed.findings(op_type, 1) == []
+
+
+def test_every_operator_of_the_table_has_forms() -> None:
+    assert set(evaluate.ANSWERED) <= set(EVALUATED)
+    assert newest_opset() == evaluate.LAST_OPSET
+
+
+@pytest.mark.parametrize("op_type", sorted(evaluate.ANSWERED))
+def test_the_evaluator_on_a_sample(op_type: str) -> None:
+    found, wrong = counts(op_type, 1, 2)
+    if not found["confirmed"]:  # of some operators ONNX Runtime has few kernels
+        found, wrong = counts(op_type, 1, None)
+    assert wrong == []
+    assert found["confirmed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op_type", sorted(evaluate.ANSWERED))
+def test_the_evaluator_on_all_forms(op_type: str) -> None:
+    found, wrong = counts(op_type, 2, None)
+    assert wrong == []
+    assert found["confirmed"] > found["opaque"]

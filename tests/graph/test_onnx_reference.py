@@ -17,7 +17,7 @@ FUNCTION = """<ir_version: 8, opset_import: ["": 11, "f": 1]>
     g (float[3,4,5] x) => (float[3,4,5] y) { y = f.soft (x) }
     <domain: "f", opset_import: ["": 11]> soft (a) => (b) { b = Softmax (a) }"""
 NORM = "g (float[3,4,5] x) => (float[3,4,5] y) {{ y = BatchNormalization {} (x, p_s, p_b, p_m, p_v) }}"
-# What onnx 1.23 gets wrong: operator, opset, attributes. tests/forms/test_evaluator.py compares the others of ours.
+# What onnx 1.23 gets wrong: operator, opset, attributes. tests/forms/evaluated.py compares the others of ours.
 WRONG = [
     *((name, opset, "") for name in ("Softmax", "LogSoftmax", "Hardmax") for opset in (7, 11, 12)),
     *((name, 11, "<axis = 0>") for name in ("Softmax", "LogSoftmax", "Hardmax")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -169,11 +167,3 @@ def test_networks_keep_no_batch_norm(name: str) -> None:
     assert folded.fold_report.after.batch_norm == 0
     assert sum(isinstance(module, nn.Conv2d) for module in folded.modules()) == NETS[name][1]
     torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
-def test_files_of_torch(suffix: str, tmp_path: Path) -> None:
-    net, x = network("repvgg"), torch.randn(2, 3, 16, 16)
-    result = bnexport.export(net, x, tmp_path / f"m{suffix}")
-    assert result.verification.passed
-    assert result.report.after.batch_norm == 0
