@@ -92,8 +92,6 @@ _CONVOLUTION = ("stride", "padding", "dilation", "groups", "deform_groups")
 def _deformable(place: _Place, weight: ir.Value, offset: ir.Value, *rest: ir.Value | None) -> ir.Value:
     node = place.node
     pads = _pair(node, "padding", 0)
-    while rest and rest[-1] is None:
-        rest = rest[:-1]
     return place.add(
         "DeformConv",
         required_input(node),
