@@ -118,13 +118,14 @@ class TestSave:
         np.testing.assert_array_equal(weight(load(tmp_path / "copy.onnx")), WEIGHT)
 
     def test_small_tensors_stay_in_the_model_file(self, tmp_path: Path) -> None:
-        arrays = {"a": np.ones(255, np.float32), "b": np.ones(256, np.float32)}
+        """Large ones begin at multiples of 64."""
         proto = model(
-            "g (float[N,1] x) => (float[N,255] y, float[N,256] z) { y = Add (x, a) z = Add (x, b) }", values=arrays
+            "g (float[1] x) => (float[N] y, float[N] z, float[N] t) { y = Add (x, a:255) z = Add (x, b:257) t = Add (x, c:256) }"
         )
         save(as_model(proto), tmp_path / "model.onnx", external_data=True)
         saved = onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.initializer
-        assert [tensor.name for tensor in saved if tensor.external_data] == ["b"]
+        entries = {tensor.name: {entry.key: entry.value for entry in tensor.external_data} for tensor in saved}
+        assert [(name, entry["offset"]) for name, entry in entries.items() if entry] == [("b", "0"), ("c", "1088")]
 
     def test_the_model_is_unchanged(self, external: Path, tmp_path: Path) -> None:
         loaded = load(external)
