@@ -194,7 +194,7 @@ def cut(
 
 
 def retype(proto: Any, target: int) -> None:
-    """Give every float value of a model the type `target`, in place."""
+    """Give every float value of a model without functions the type `target`, in place."""
     _as_casts(proto)
     for graph in _graphs([proto.graph]):
         for tensor in graph.initializer:
@@ -204,9 +204,6 @@ def retype(proto: Any, target: int) -> None:
                 value.type.tensor_type.elem_type = target
         _retype_attributes(graph.node, target)
         _keep_rounding(graph.node, target)
-    for function in proto.functions:
-        _retype_attributes(function.node, target)
-        _keep_rounding(function.node, target)
 
 
 def _as_casts(proto: Any) -> None:
