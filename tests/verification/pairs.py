@@ -86,6 +86,9 @@ _WHOLE, _LOCAL, _BOTH = {"whole": "failed"}, {"local": "not_verified"}, {"both":
 _BRANCH = "y = If (g) <then_branch = t () => (float[N,64] a) { a = OP (x) }, else_branch = e () => (float[N,64] b) { b = %s (x) }>"
 _MEAN = "m = ReduceMean <keepdims=0> (x) g = Greater (m, c)"
 
+_WITH_F = '<ir_version: 8, opset_import: ["": 17, "f": 1]>'
+_CALL = """g (float[N,2,8] x) => (float[N,2,8] y) { y = f.block (x) }
+    <domain: "f", opset_import: ["": 17]> block (a) => (b) { b = OP (a) }"""
 PAIRS: dict[str, Pair] = {
     # what runs of the models alone see
     "equal to a threshold": Pair(_row("g = OP (x, c) y = Cast <to=1> (g)"), "Greater", "GreaterOrEqual", _WHOLE,
@@ -183,6 +186,9 @@ PAIRS: dict[str, Pair] = {
         {"local": "failed", "both": "not_verified"}, {"true": np.array(True)}),
     "numbers below a limit": Pair(_never("t = Tanh (m) y = Clip (t, limit, )"), "Mul", "Div",
         {"local": "failed", "both": "not_verified"}, {"limit": np.float32(2)}),
+    # functions that both models have
+    "a function of another body": Pair(_CALL, "Relu", "Elu", _LOCAL, header=_WITH_F),
+    "a function of another opset": Pair(_CALL.replace("17", "OP").replace("= OP", "= Softmax"), "17", "12", _LOCAL, header=_WITH_F),
     # constants: a terabyte is neither made nor needed; without digits, and with a switch of 2, they are not equal
     **{f"a huge {name}": Pair(_one(nodes), "ReduceMax <keepdims=0> (huge)", "Constant <value_float=1.0> ()", _LOCAL)
         for name, nodes in {

@@ -259,7 +259,7 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     ones = (1,) * (rank - 2)
     if node.kind == "Pad":
         pads = node.ints(1, "pads")
-        if pads is None or node.has(3) or not fills_with_zeros(node) or min(pads) < 0:
+        if pads is None or node.has(3) or not fills_with_zeros(node):
             raise Unrelated("it does not put zeros around each channel")
         if any(pads[axis] for axis in (0, 1, rank, rank + 1)):
             raise Unrelated("it does not put zeros around each channel")

@@ -135,7 +135,7 @@ def _padded(node: Reading) -> Move:
     """Pad puts in numbers of the data, or zeros."""
     rank = node.known_rank()
     pads, axes = node.ints(1, "pads"), node.ints(3)
-    if pads is None or (axes is None and node.has(3)):
+    if pads is None:
         raise Unrelated("its pads are not known")
     chosen = [axis % rank for axis in axes] if axes is not None else list(range(rank))
     wide = [axis for place, axis in enumerate(chosen) if pads[place] or pads[place + len(chosen)]]
@@ -157,9 +157,8 @@ def fills_with_zeros(node: Reading) -> bool:
 def _reshaped(node: Reading) -> Move:
     """Reshape and Flatten: axes are joined and split in groups of equal products."""
     before, after = node.shape(0), node.result_shape()
+    before = before or (None,) * node.known_rank()
     if node.kind == "Flatten":
-        if before is None:
-            raise Unrelated("the shape of its data is not known")
         split = get_int(node.node, "axis", 1)
         split += len(before) if split < 0 else 0
         groups = [(range(split), range(1)), (range(split, len(before)), range(1, 2))]
@@ -167,8 +166,8 @@ def _reshaped(node: Reading) -> Move:
     target = node.ints(1, "shape")
     if after is None and target is not None:
         after = tuple(size if size > 0 else None for size in target)
-    if before is None or after is None:
-        raise Unrelated("the shapes around it are not known")
+    if after is None:
+        raise Unrelated("the shape behind it is not known")
     copied = target if target is not None and not get_flag(node.node, "allowzero") else ()
     groups = _groups(before, after, copied)
     return lambda array: [_regroup(with_rank(array, len(before)), before, groups, after)]

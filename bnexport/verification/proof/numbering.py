@@ -375,7 +375,7 @@ def is_default(
     if node.op_type in _WINDOWED and name in _ZEROS:
         return not any(value)
     if name == "kernel_shape" and node.op_type in ("Conv", "ConvTranspose"):
-        return kernel is not None and tuple(value) == tuple(kernel)
+        return tuple(value) == kernel
     if (node.op_type, name) == ("BatchNormalization", "momentum") and not trains:
         return True
     return _schema_default(node.op_type, version, name, value)

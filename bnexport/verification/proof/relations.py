@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.graph.nodes import get_ints
+from bnexport.graph.nodes import get_ints, input_at, required_input
 from bnexport.graph.shapes import Shape, Shapes
 from bnexport.verification.proof.sides import ROUNDING, Side
 
@@ -94,7 +94,7 @@ class Numbers:
 
     @property
     def is_zero(self) -> bool:
-        return self is ZERO or bool((np.abs(self.values) <= self.error).all())
+        return bool((np.abs(self.values) <= self.error).all())
 
     @property
     def is_positive(self) -> bool:
@@ -462,11 +462,11 @@ class Reading:
 
     def require_plain(self) -> None:
         """Raise Unrelated for arithmetic that broadcasts by attributes, as before opset 7."""
-        if self.node.attributes or (self.version < 7 and self.kind != "Sum"):
+        if self.version < 7 and self.kind != "Sum":
             raise Unrelated(f"{self.kind} broadcasts by its attributes")
 
     def has(self, index: int) -> bool:
-        return index < len(self.node.inputs) and (value := self.node.inputs[index]) is not None and bool(value.name)
+        return input_at(self.node, index) is not None
 
     def is_read(self, output: ir.Value) -> bool:
         return bool(output.name and (output.uses() or output.is_graph_output()))
@@ -479,8 +479,8 @@ class Reading:
 
     def fixed(self, index: int) -> ir.Value:
         """Return a constant operand. Raises Unrelated where it varies."""
-        value = self.node.inputs[index] if self.has(index) else None
-        if value is None or not self.side.constants.has(value):
+        value = required_input(self.node, index)
+        if not self.side.constants.has(value):
             raise Unrelated(f"an operand of {self.kind} is not constant")
         return value
 

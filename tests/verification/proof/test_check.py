@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from bnexport import verify
-from bnexport.errors import VerificationError
+from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.folding import fold
 from bnexport.folding.report import FoldReport
 from bnexport.model_io import to_proto
+from bnexport.verification.proof.numbering import check_node, is_default
+from bnexport.verification.proof.relations import Unrelated, require_ones
 from tests.miscompilations.mistake import affine
 from tests.support.claims import outcome, prove_claims
 from tests.support.onnx_text import array_of, model, parameters, with_arrays
@@ -308,3 +311,55 @@ def test_weights_in_files_are_told_apart_by_file_and_place(tmp_path: Path) -> No
     onnx.save(proto, tmp_path / "v.onnx")
     for name in ("two", "v"):
         assert not verify(tmp_path / "one.onnx", tmp_path / f"{name}.onnx", method="local").passed
+
+
+X = ir.val("x", dtype=ir.DataType.FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (ir.node("Unknown", [X]), "Unknown with 1 inputs"),
+        (ir.node("Relu", [X, X]), "Relu with 2 inputs"),
+        (ir.node("Add", [X, None]), "without an input that it needs"),
+        (ir.node("Relu", [X], attributes={"alpha": 0.1}), "'alpha' that its schema does not have"),
+        (ir.node("LeakyRelu", [X], attributes={"alpha": 1}), "'alpha' that its schema does not have"),
+        (ir.Node("", "LeakyRelu", [X], [ir.RefAttr("alpha", "a", ir.AttributeType.FLOAT)]), "'alpha' that its schema"),
+        (ir.node("ReduceMean", [X], attributes={"keepdims": 2}), "neither 0 nor 1"),
+    ],
+)
+def test_a_node_that_is_not_as_its_schema_says(node: ir.Node, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_node(node, 17)
+
+
+def test_defaults_that_a_file_may_spell() -> None:
+    node = ir.node("Conv", [X, X], attributes={"kernel_shape": [3, 3], "group": 1})
+    assert is_default(node, node.attributes["group"], 17)
+    for kernel, same in ((None, False), ((3, 3), True), ((1, 3), False)):
+        assert is_default(node, node.attributes["kernel_shape"], 17, kernel=kernel) is same
+    for value, same in ((0.01, True), (0.02, False)):
+        leaky = ir.node("LeakyRelu", [X], attributes={"alpha": value})
+        assert bool(is_default(leaky, leaky.attributes["alpha"], 17)) is same
+
+
+def test_a_map_passes_along_other_axes_alone() -> None:
+    assert require_ones(np.ones((3, 1)), (0, 2), 3).shape == (1, 3, 1)
+    with pytest.raises(Unrelated):
+        require_ones(np.ones((3, 1)), (1,), 3)
+
+
+@pytest.mark.parametrize("change", ["output", "type", "opset", "names"])
+def test_a_fold_between_other_interfaces_is_not_proved(change: str) -> None:
+    source = model(CHAIN)
+    result = fold(source, verify=False)
+    folded = to_proto(result.model)
+    if change == "output":
+        folded.graph.output[0].name = folded.graph.node[-1].output[0] = "other"
+    elif change == "type":
+        folded.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    elif change == "opset":
+        folded.opset_import[0].version = 16
+    else:
+        folded.opset_import.add(domain="ai.onnx", version=16)
+    assert not prove_claims(source, folded, result.report).passed
