@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import onnx
 import pytest
@@ -106,22 +105,6 @@ FIRST = {
     **{"recalibrate": "a.onnx b.onnx -i x:x.npy", "statistics": "a.onnx -i x:x.npy", "run": "a.onnx"},
     **{"export": "a:b c.onnx --input x:1", "train-export": "a:b c.onnx --input x:1"},
 }
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_have_one_name(command, call):
-    _, out, err = call(command, "--help", code=0)
-    assert err == ""
-    for option in ("--json PATH|-", "-q, --quiet", "-v, --verbose", "-h, --help"):
-        assert option in out
-    if command in ("recalibrate", "statistics"):
-        assert "-i, --input NAME:FILE.npy|FOLDER" in out
-    elif command not in ("doctor", "inspect"):
-        assert "--seed INT" in out
-        assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", out)
-    if command in ("fold", "verify"):
-        assert "--atol FLOAT" in out and "--rtol FLOAT" in out
-    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_quiet_and_verbose_exclude_each_other(call):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from bnexport.cli import main
 from bnexport.cli.application import app
 from bnexport.cli.common import EXAMPLES, PLACES
 from tests.support import warm
@@ -15,26 +14,29 @@ from tests.support import warm
 ORDER = sorted(PLACES, key=PLACES.__getitem__)
 
 
-def help_of(*command, capfd):
-    assert main([*command, "--help"]) == 0
-    return capfd.readouterr().out
-
-
-def test_commands_are_listed_in_the_order_of_the_work(capfd):
-    text = help_of(capfd=capfd)
+def test_commands_are_listed_in_the_order_of_the_work(call):
+    _, text, _ = call("--help", code=0)
     assert re.findall(r"^  ([a-z-]+)  +[A-Z]", text.partition("Commands:")[2], re.MULTILINE) == list(ORDER)
     assert "141 closed pipe" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("command", ORDER)
-def test_help_of_a_command(command, capfd, monkeypatch):
+def test_help_of_a_command(command, call, monkeypatch):
+    """Options have one name in all commands."""
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_of(command, capfd=capfd)
+    _, text, err = call(command, "--help", code=0)
     assert max(map(len, text.splitlines())) <= 80
-    assert "<path>" not in text and "{" not in text.partition("Options:")[0]
+    assert err == "" and "<path>" not in text and "{" not in text.partition("Options:")[0]
     examples = re.sub(r" \\\n +", " ", text.partition("Examples:\n")[2].partition("\n\n")[0])
     assert [line.strip() for line in examples.splitlines()] == list(EXAMPLES[command])
-    assert "Exit codes: 0 ok" in text
+    options = ["Exit codes: 0 ok", "--json PATH|-", "-q, --quiet", "-v, --verbose", "-h, --help"]
+    options += ["--atol FLOAT", "--rtol FLOAT"] * (command in ("fold", "verify"))
+    if command in ("recalibrate", "statistics"):
+        options += ["-i, --input NAME:FILE.npy|FOLDER"]
+    elif command not in ("doctor", "inspect"):
+        options += ["--seed INT"]
+        assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", " ".join(text.split()))
+    assert [option for option in options if option not in text] == []
 
 
 @pytest.mark.parametrize("example", [each for examples in EXAMPLES.values() for each in examples])

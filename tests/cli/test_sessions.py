@@ -63,19 +63,3 @@ def test_a_locale_without_utf_8(small_files):
     assert done.stderr == b""
     assert b"MMCVSyncBatchNorm" in done.stdout and b"\\u" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
-
-
-# What takes a tenth of a second and more to import, and what an answer may have of it.
-SLOW = ("numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
-QUICK = {"--help": "", "export --help": "", "fold": "", "export m:f m.onnx -i x=1,3": "", "doctor": "numpy onnxruntime"}
-
-
-@pytest.mark.parametrize("line", QUICK)
-def test_quick_answers_import_nothing_slow(line, tmp_path):
-    script = (
-        "import sys; from bnexport.cli import main; main(sys.argv[1:]);"
-        f"print('imported', *(name for name in {SLOW!r} if name in sys.modules))"
-    )
-    command = [sys.executable, "-c", script, *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines()[-1].split()[1:] == QUICK[line].split()

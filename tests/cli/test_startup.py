@@ -13,7 +13,7 @@ from tests.cli.conftest import NET
 from tests.support.onnx_text import model
 
 
-def run(code: str, *arguments: Path) -> list[str]:
+def run(code: str, *arguments: str | Path) -> list[str]:
     """The lines that a process of its own prints."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -72,3 +72,19 @@ bnexport.startup.settle()
 print([*sys.meta_path, gc.get_threshold()] == before, gc.get_freeze_count(), "sympy.core" in sys.modules)
 """
     assert run(code)[-1] == "True 0 True"
+
+
+# What takes a tenth of a second and more to import, and what an answer may have of it.
+SLOW = ("numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
+QUICK = {"--help": "", "export --help": "", "fold": "", "export m:f m.onnx -i x=1,3": "", "doctor": "numpy onnxruntime"}
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_quick_answers_import_nothing_slow(line: str) -> None:
+    code = f"""
+import sys
+from bnexport.cli import main
+main(sys.argv[1:])
+print('imported', *(name for name in {SLOW!r} if name in sys.modules))
+"""
+    assert run(code, *line.split())[-1].split()[1:] == QUICK[line].split()

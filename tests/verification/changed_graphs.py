@@ -1,11 +1,7 @@
-"""Random graphs, folded in every way and then changed in one place; ONNX Runtime says whether the change means something.
-
-python -m tests.verification.changed_graphs --count 3000
-"""
+"""Random graphs, folded in every way and then changed in one place; ONNX Runtime says whether the change means something."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import concurrent.futures.process
@@ -13,7 +9,6 @@ import dataclasses
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -269,26 +264,3 @@ def run(count: int, seed: int, each: int = 12) -> Iterator[tuple[Result, str | N
                 result.findings.append((finding.split(":")[0], words, source, wrong))
                 yield result, words
     yield result, None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.verification.changed_graphs", description=__doc__)
-    parser.add_argument("--count", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", type=Path, help="a folder for the models of findings")
-    arguments = parser.parse_args()
-    result = Result()
-    for result, words in run(arguments.count, arguments.seed):
-        if words is not None:
-            print(f"{len(result.findings)} {words}", flush=True)
-            if arguments.models is not None:
-                arguments.models.mkdir(parents=True, exist_ok=True)
-                for name, model in zip(("a", "b"), result.findings[-1][2:], strict=True):
-                    onnx.save(model, arguments.models / f"{len(result.findings)}{name}.onnx")
-    print(f"{result.different} different, {result.equal} equal, {result.unclear} unclear, {result.refused} refused")
-    print(dict(result.kinds), dict(collections.Counter(kind for kind, *_ in result.findings)))
-    return 1 if result.findings else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -15,43 +15,29 @@ from bnexport.modules.module_graph import ModuleGraph
 from bnexport.modules.module_trace import trace
 from bnexport.verification.reference import prove_module
 from bnexport.verification.verdict import Verification
+from tests.folding.module.nets import Called, trained
 from tests.support.claims import outcome
 
 
-def trained(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            nn.init.normal_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.5, 2.0)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias)
-    return model.eval()
+def residual() -> nn.Module:
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(net.n(net.a(x)))
+        return net.k(net.f(net.p(net.t(x + net.m(net.b(x)))).mean((2, 3))))
+
+    last = {
+        "t": nn.ConvTranspose2d(8, 6, 2, stride=2),
+        "p": nn.BatchNorm2d(6),
+        "f": nn.Linear(6, 4),
+        "k": nn.BatchNorm1d(4),
+    }
+    padded = nn.Conv2d(8, 8, 3, padding=1, bias=False, padding_mode="reflect")
+    return Called(forward, a=nn.Conv2d(3, 8, 3, padding=1), n=nn.BatchNorm2d(8), b=padded, m=nn.BatchNorm2d(8), **last)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.n = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.b, self.m = nn.Conv2d(8, 8, 3, padding=1, bias=False, padding_mode="reflect"), nn.BatchNorm2d(8)
-        self.t, self.p = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.BatchNorm2d(6)
-        self.f, self.k = nn.Linear(6, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.n(self.a(x)))
-        x = x + self.m(self.b(x))
-        return self.k(self.f(self.p(self.t(x)).mean((2, 3))))
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c3, self.n3 = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
-        self.c1, self.n1 = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
-        self.ni = nn.BatchNorm2d(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.n3(self.c3(x)) + self.n1(self.c1(x)) + self.ni(x))
+def branches() -> nn.Module:
+    layers = {"c3": nn.Conv2d(3, 3, 3, padding=1, bias=False), "c1": nn.Conv2d(3, 3, 1, bias=False)}
+    norms = {name: nn.BatchNorm2d(3) for name in ("n3", "n1", "ni")}
+    return Called(lambda net, x: torch.relu(net.n3(net.c3(x)) + net.n1(net.c1(x)) + net.ni(x)), **layers, **norms)
 
 
 class Undecided(nn.Module):
@@ -77,7 +63,7 @@ def forward() -> nn.Module:
 
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-NETS = {"residual": Residual, "branches": Branches, "forward": forward, "undecided": undecided}
+NETS = {"residual": residual, "branches": branches, "forward": forward, "undecided": undecided}
 
 
 def proved(original: nn.Module, folded: nn.Module) -> Verification:
@@ -124,7 +110,7 @@ def test_each_changed_tensor_is_found(name: str) -> None:
     "change", [{"padding": (0, 0), "_reversed_padding_repeated_twice": [0, 0, 0, 0]}, {"stride": (2, 2)}], ids=str
 )
 def test_a_changed_attribute_is_found(change: dict[str, object]) -> None:
-    net = trained(Residual())
+    net = trained(residual())
     assert proved(net, altered(bnexport.fold_module(net, X, verify=False), "a", **change)).status != "passed"
 
 
