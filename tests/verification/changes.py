@@ -325,18 +325,11 @@ def differs(first: onnx.ModelProto, second: onnx.ModelProto) -> bool:
 
 
 def several(good: onnx.ModelProto, generator: Generator, count: int) -> Iterator[tuple[str, str, onnx.ModelProto]]:
-    """Yield copies with one change each, as long as they are new."""
-    seen: set[str] = set()
+    """Yield copies with one change each, with its kind and words, as long as they are new."""
+    seen: set[str | None] = {None}
     for _ in range(count):
-        found = change(good, generator)
-        if found is not None and found[1] not in seen:
-            seen.add(found[1])
-            yield found
-
-
-def change(good: onnx.ModelProto, generator: Generator) -> tuple[str, str, onnx.ModelProto] | None:
-    """Return a changed copy with the kind and words; None where this kind of change finds no place."""
-    wrong = copy.deepcopy(good)
-    kind = str(generator.choice(sorted(CHANGES)))
-    text = CHANGES[kind](wrong, generator)
-    return None if text is None else (kind, text, wrong)
+        wrong, kind = copy.deepcopy(good), str(generator.choice(sorted(CHANGES)))
+        text = CHANGES[kind](wrong, generator)
+        if text not in seen:
+            seen.add(text)
+            yield kind, str(text), wrong

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ import onnx
 import onnx.helper
 import pytest
 
-from benchmarks import fold_models, foreign_folds
+from benchmarks import fold_models
 from bnexport import verify
 from bnexport.errors import UsageError
 from bnexport.folding import fold
@@ -161,20 +158,6 @@ def test_a_wrong_axis_is_refuted() -> None:
     alone = model(TURNED.format("y = Transpose <perm=[1,0]> (t)"), values={"w": array_of(source, "w")})
     verdict = verify(source, alone, method="local")
     assert verdict.status == "failed" and "shape" not in verdict.reason
-
-
-@pytest.mark.slow
-def test_the_table_holds(tmp_path: Path) -> None:
-    """The marks of the tools in the documents' versions, out of the package index."""
-    recorded = json.loads(foreign_folds.RESULT.read_text())
-    packages = [f"{tool}=={version}" for tool, version in recorded["versions"].items()]
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    report = foreign_folds.measure(str(python))
-    for now, then in zip(report["rows"], recorded["rows"], strict=True):
-        for tool, mark in now["tools"].items():
-            assert mark["mark"] == then["tools"][tool]["mark"], (now["model"], tool, mark)
 
 
 def many_layers(seed: int, layers: int = 24) -> onnx.ModelProto:
