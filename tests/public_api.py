@@ -21,28 +21,25 @@ FILE = Path(__file__).with_name("public_api.txt")
 MODULES = ("bnexport", "bnexport.errors", "bnexport.folding", "bnexport.schema", "bnexport.tolerances")
 
 
-def annotation(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
+class Raw(str):
+    """An annotation as it is written, so that versions of Python print the same."""
+
+    __repr__ = str.__str__
 
 
-def parameter(it: inspect.Parameter) -> str:
-    star = {it.VAR_POSITIONAL: "*", it.VAR_KEYWORD: "**"}.get(it.kind, "")
-    text = star + it.name + ("" if it.annotation is it.empty else f": {annotation(it.annotation)}")
-    return text if it.default is it.empty else f"{text} = {it.default!r}"
+def annotation(value: Any) -> Any:
+    return (
+        value
+        if value is inspect.Parameter.empty
+        else Raw(value if isinstance(value, str) else getattr(value, "__name__", value))
+    )
 
 
 def signature(function: Any, *, bound: bool = False) -> str:
-    """Annotations as they are written, so that versions of Python print the same. `bound`: without self."""
+    """`bound`: without self."""
     found = inspect.signature(function)
-    shown: list[str] = []
-    before = None
-    for it in list(found.parameters.values())[bound:]:
-        if it.kind is it.KEYWORD_ONLY and before not in (it.KEYWORD_ONLY, it.VAR_POSITIONAL):
-            shown.append("*")
-        shown.append(parameter(it))
-        before = it.kind
-    result = "" if found.return_annotation is found.empty else f" -> {annotation(found.return_annotation)}"
-    return f"({', '.join(shown)}){result}"
+    parameters = [it.replace(annotation=annotation(it.annotation)) for it in found.parameters.values()][bound:]
+    return str(found.replace(parameters=parameters, return_annotation=annotation(found.return_annotation)))
 
 
 def constant(value: Any) -> str:
