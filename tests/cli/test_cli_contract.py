@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+import shlex
+import subprocess
+import sys
 
 import onnx
 import pytest
@@ -119,32 +123,62 @@ def test_verbose_says_more(folder, call):
 
 
 ON_A_TERMINAL = """
-import sys
+import shlex, sys
 from bnexport.cli import main
 for line in sys.stdin.read().splitlines():
-    assert main(line.split("\\t")) == 0, line
+    assert main(shlex.split(line)) == 0, line
 main(["inspect", "missing.onnx"])
 main(["--help"])
 """
 
 
-def on_a_terminal(calls, **environment):
-    """What a terminal receives on stdout and stderr."""
-    lines = "\n".join("\t".join(map(str, call)) for call in calls)
-    variables = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
-    return on_terminal(ON_A_TERMINAL, lines, env=variables)
+def on_a_terminal(calls, tmp_path, width=100, **environment):
+    """What a terminal of `width` columns receives on stdout and stderr."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    lines = "\n".join(shlex.join(map(str, call)) for call in calls)
+    environment = {**variables, "TERM": "xterm-256color", **environment}
+    return on_terminal(ON_A_TERMINAL, lines, width=width, cwd=tmp_path, env=environment)
 
 
 def test_no_color_means_no_escape_sequence(folder, tmp_path):
-    text = on_a_terminal([arguments_of(command, folder, tmp_path) for command in COMMANDS], NO_COLOR="1")
+    text = on_a_terminal([arguments_of(command, folder, tmp_path) for command in COMMANDS], tmp_path, NO_COLOR="1")
     assert "verification passed" in text and "error: " in text
     assert "\x1b" not in text
 
 
-def test_a_terminal_gets_colours_and_a_spinner(folder, tmp_path):
-    text = on_a_terminal([arguments_of("verify", folder, tmp_path), ["doctor"]], NO_COLOR="")
+# What nobody may lose on the way to a terminal.
+SAID = [
+    *("3 of 3 batch norms folded into convolutions", "verification passed", "registration in ONNX Runtime"),
+    *("Exit codes: 0 ok", "3 batch norms measured on 8 rows"),
+]
+
+
+@pytest.mark.parametrize("width", [80, 20])
+def test_a_terminal_gets_colours_a_spinner_and_no_wide_lines(width, folder, tmp_path):
+    commands = [
+        arguments_of(command, folder, tmp_path) for command in ("inspect", "fold", "verify", "statistics", "doctor")
+    ]
+    text = on_a_terminal([*commands, ["fold", "--help"]], tmp_path, width)
     assert "\x1b[31merror:" in text
     assert "\x1b[?25l" in text, "the spinner hides the cursor"
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    lines = [line for part in text.split("\n") for line in part.split("\r")]
+    assert width == 20 or max(map(len, lines)) <= width, max(lines, key=len)
+    shown = " ".join(re.sub("[│┃]", " ", text).split())
+    assert width == 20 or [said for said in SAID if said not in shown] == []
+
+
+def test_a_locale_without_utf_8(small_files):
+    environment = {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bnexport", "inspect", small_files / "kept.onnx"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stderr == b""
+    assert b"MMCVSyncBatchNorm" in done.stdout and b"\\u" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
 
 
 def test_without_a_command_help_is_on_stderr(call):

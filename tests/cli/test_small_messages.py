@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -98,3 +99,36 @@ def test_a_library_that_is_registered_twice(net):
     options.register_custom_ops_library(bnexport.get_library_path())
     with pytest.raises(UnsupportedModelError, match="sess_options have the custom-op library twice; leave out"):
         bnexport.InferenceSession(net / "m.onnx", options)
+
+
+# Sizes that a file leaves open in its own way: -1, as Paddle writes it, and names without a letter.
+@pytest.fixture(params=[("dim_value", -1), ("dim_param", "")], ids=["minus-one", "empty-name"])
+def open_sizes(request, tmp_path):
+    proto, (field, value) = model(NET.replace("image", "x")), request.param
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("z", 1, ["N", 4, "A", "B"]))
+    for each in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for dim in (dim for dim in each.type.tensor_type.shape.dim if dim.dim_param):
+            dim.Clear()
+            setattr(dim, field, value)
+    onnx.save(proto, tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+def test_sizes_that_a_file_leaves_open(open_sizes, call):
+    report = bnexport.inspect(open_sizes)
+    assert report.inputs[0].shape == (None, 3, None, None)
+    assert report.batch_norms[0].input_shape == (None, 4, None, None)
+    assert json.loads(call("inspect", open_sizes, "--json", "-", code=0)[1])["outputs"][0]["shape"] == [
+        None,
+        4,
+        None,
+        None,
+    ]
+
+
+def test_inputs_of_any_size(open_sizes, tmp_path, call):
+    for command in (["fold", open_sizes, tmp_path / "f.onnx"], ["verify", open_sizes, open_sizes], ["run", open_sizes]):
+        call(*command, "--input", "x:1,3,5,7", code=0)
+    error = call("run", open_sizes, "-i", "x:1,4,8,8", code=2)[2]
+    assert "--input x: got shape (1, 4, 8, 8), expected x: float32 (?, 3, ?, ?)" in error
+    assert bnexport.fold(open_sizes).report.verification  # on inputs that are made up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import re
@@ -83,3 +84,21 @@ def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
     drawn = picture()
     assert len([path for path in ElementTree.fromstring(drawn).iter() if path.get("marker-end")]) > 10
     assert PICTURE.read_text() == drawn, "python -m docs.draw_packages"
+
+
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "bnexport").rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_main_functions_have_examples() -> None:
+    assert {"bnexport.folding.api", "bnexport.sync_bn.convert"} <= set(MODULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -284,32 +285,33 @@ def test_depth_at_its_limit() -> None:
         validate(proto, dataclasses.replace(DEFAULT_LIMITS, graph_depth=1))
 
 
-NAMES: dict[str, Callable[[onnx.ModelProto, str], object]] = {
-    "operator": lambda p, text: setattr(p.graph.node[2], "op_type", text),
-    "domain": lambda p, text: setattr(p.graph.node[2], "domain", text),
-    "node": lambda p, text: setattr(p.graph.node[0], "name", text),
-    "input": lambda p, text: setattr(p.graph.input.add(), "name", text),
-    "output": lambda p, text: p.graph.node[2].output.append(text),
-    "initializer": lambda p, text: setattr(p.graph.initializer[0], "name", text),
-    "attribute": lambda p, text: setattr(attribute(p, type=onnx.AttributeProto.INT), "name", text),
-    "attribute of the caller": lambda p, text: setattr(attribute(p), "ref_attr_name", text),
-    "opset": lambda p, text: setattr(p.opset_import[1], "domain", text),
-    "function": lambda p, text: setattr(p.functions[0], "name", text),
-    "domain of a function": lambda p, text: setattr(p.functions[0], "domain", text),
-    "input of a function": lambda p, text: p.functions[0].input.append(text),
-    "attribute of a function": lambda p, text: p.functions[0].attribute.append(text),
-    "default of a function": lambda p, text: (
-        p.functions[0].attribute_proto.add(type=onnx.AttributeProto.INT).__setattr__("name", text)
-    ),
+def put(proto: Any, path: str, text: str) -> None:
+    """Set the field at a path of names and indices; + adds an entry, which is the text itself where it is one."""
+    *parents, last = path.split(".")
+    for part in parents:
+        proto = proto.add() if part == "+" else proto[int(part)] if part.isdigit() else getattr(proto, part)
+    proto.append(text) if last == "+" else setattr(proto, last, text)
+
+
+# Where names stand.
+NAMES = {
+    "graph.node": "2.op_type 2.domain 0.name 2.output.+ 0.attribute.0.name 0.attribute.+.ref_attr_name",
+    "graph": "input.+.name initializer.0.name",
+    "opset_import": "1.domain",
+    "functions.0": "name domain input.+ attribute.+ attribute_proto.+.name",
 }
 
 
-@pytest.mark.parametrize("place", NAMES)
+def places(table: dict[str, str]) -> list[str]:
+    return [f"{start}.{path}" for start, paths in table.items() for path in paths.split()]
+
+
+@pytest.mark.parametrize("place", places(NAMES))
 def test_names_at_their_limit(place: str) -> None:
     limits = dataclasses.replace(DEFAULT_LIMITS, name_length=20)
-    validate(changed(lambda p: NAMES[place](p, "n" * 20)), limits)
+    validate(changed(lambda p: put(p, place, "n" * 20)), limits)
     with pytest.raises(UnsafeModelError, match=r"a name has 21 characters, 'n+'.*name_length="):
-        validate(changed(lambda p: NAMES[place](p, "n" * 21)), limits)
+        validate(changed(lambda p: put(p, place, "n" * 21)), limits)
 
 
 def broken(proto: onnx.ModelProto, marker: str) -> onnx.ModelProto:
@@ -320,36 +322,30 @@ def broken(proto: onnx.ModelProto, marker: str) -> onnx.ModelProto:
 
 
 MARK = "marker"
-PAIR = onnx.StringStringEntryProto(key="key", value=MARK)
-TEXTS: dict[str, Callable[[onnx.ModelProto], object]] = {
-    "producer": lambda p: setattr(p, "producer_name", MARK),
-    "version of the producer": lambda p: setattr(p, "producer_version", MARK),
-    "domain of the model": lambda p: setattr(p, "domain", MARK),
-    "model": lambda p: setattr(p, "doc_string", MARK),
-    "metadata of the model": lambda p: p.metadata_props.append(PAIR),
-    "graph": lambda p: setattr(p.graph, "name", MARK),
-    "graph's documentation": lambda p: setattr(p.graph, "doc_string", MARK),
-    "metadata of the graph": lambda p: p.graph.metadata_props.append(PAIR),
-    "annotation": lambda p: p.graph.quantization_annotation.add(tensor_name=MARK),
-    "annotation's pairs": lambda p: p.graph.quantization_annotation.add(quant_parameter_tensor_names=[PAIR]),
-    "node": lambda p: setattr(p.graph.node[0], "doc_string", MARK),
-    "overload": lambda p: setattr(p.graph.node[2], "overload", MARK),
-    "metadata of a node": lambda p: p.graph.node[0].metadata_props.append(PAIR),
-    "attribute": lambda p: setattr(attribute(p), "doc_string", MARK),
-    "tensor": lambda p: setattr(p.graph.initializer[0], "doc_string", MARK),
-    "tensor in an attribute": lambda p: setattr(p.graph.node[0].attribute[0].t, "name", MARK),
-    "metadata of a tensor": lambda p: p.graph.initializer[0].metadata_props.append(PAIR),
-    "external data": lambda p: p.graph.initializer.append(tensor("v", data_location=T.EXTERNAL, external_data=[PAIR])),
-    "function": lambda p: setattr(p.functions[0], "doc_string", MARK),
-    "overload of a function": lambda p: setattr(p.functions[0], "overload", MARK),
-    "metadata of a function": lambda p: p.functions[0].metadata_props.append(PAIR),
-    **{f"name: {place}": (lambda p, place=place: NAMES[place](p, MARK)) for place in NAMES},  # type: ignore[misc]
+# Where other texts stand.
+TEXTS = {
+    "graph": "name doc_string metadata_props.+.value quantization_annotation.+.tensor_name"
+    " quantization_annotation.+.quant_parameter_tensor_names.+.value",
+    "graph.node": "0.doc_string 2.overload 0.metadata_props.+.value 0.attribute.+.doc_string 0.attribute.0.t.name",
+    "graph.initializer.0": "doc_string metadata_props.+.value",
+    "functions.0": "doc_string overload metadata_props.+.value",
+    "metadata_props": "+.value",
 }
+MODEL = ["producer_name", "producer_version", "domain", "doc_string"]
 
 
-@pytest.mark.parametrize("place", TEXTS)
+@pytest.mark.parametrize("place", [*places(NAMES), *places(TEXTS), *MODEL])
 def test_texts_that_are_no_utf_8(place: str) -> None:
-    proto = changed(TEXTS[place])
+    no_utf_8(changed(lambda p: put(p, place, MARK)))
+
+
+def test_a_location_that_is_no_utf_8() -> None:
+    pair = onnx.StringStringEntryProto(key="key", value=MARK)
+    outside = tensor("v", data_location=T.EXTERNAL, external_data=[pair])
+    no_utf_8(changed(lambda p: p.graph.initializer.append(outside)))
+
+
+def no_utf_8(proto: onnx.ModelProto) -> None:
     validate(proto, DEFAULT_LIMITS)
     with pytest.raises(MalformedModelError, match="is not valid UTF-8") as caught:
         validate(broken(proto, MARK), DEFAULT_LIMITS)

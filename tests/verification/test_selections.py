@@ -118,7 +118,7 @@ def test_the_candidate_may_make_the_output_in_another_way(name: str) -> None:
         ("c = Concat <axis = 1> (b, s)\n y = Relu (c)", []),
         *(
             (f"y = Concat {operands}", [])
-            for operands in ("<axis = 0> (b, row)", "<axis = 1> (b, x)", "<axis = 1> (b)")
+            for operands in ("<axis = 0> (b, row)", "<axis = 1> (b, x)", "<axis = 1> (b)", "<axis = 1> (b, s, x)")
         ),
     ],
 )
