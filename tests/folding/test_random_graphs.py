@@ -261,30 +261,3 @@ def test_the_pieces_do_fold() -> None:
     folded = {name: len(fold(build(["conv", name, "norm"], 3, False), verify=False).report.folded) for name in PIECES}
     # A Relu, a product along the last axis, and a maximum before negative scales stop a batch norm.
     assert {name for name, count in folded.items() if count == 0} == {"relu", "constant-product", "pooled"}, folded
-
-
-def test_graphs_inside_functions() -> None:
-    """The same graphs as the body of a function that is called twice, with its parameters given by the caller."""
-    for seed in range(12):
-        names = list(np.random.default_rng(seed).choice(["conv", "norm", "identity", "residual", "relu"], 4))
-        proto = build(["conv", "norm", *names, "norm"], seed, False)
-        called = in_a_function(proto)
-        folded = to_proto(fold(called, verify=False).model)
-        onnx.checker.check_model(folded)
-        assert batch_norms(folded) <= 2 * batch_norms(to_proto(fold(proto, verify=False).model))
-        x = np.random.default_rng(seed).standard_normal((2, 4, 6, 6)).astype(np.float32)
-        for got, expected in zip(run(folded, {"x": x}), run(called, {"x": x}), strict=True):
-            assert_near(got, expected)
-
-
-def in_a_function(proto: onnx.ModelProto) -> onnx.ModelProto:
-    inputs, output = ["x", *(tensor.name for tensor in proto.graph.initializer)], proto.graph.output[0]
-    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("local", 1)]
-    function = onnx.helper.make_function("local", "net", inputs, [output.name], proto.graph.node, opsets[:1])
-    outputs = [output, onnx.helper.make_tensor_value_info("second", FLOAT, (None,) * 4)]
-    calls = [
-        onnx.helper.make_node("net", inputs, [value.name], domain="local", name=f"call_{value.name}")
-        for value in outputs
-    ]
-    graph = onnx.helper.make_graph(calls, "called", list(proto.graph.input), outputs, list(proto.graph.initializer))
-    return onnx.helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)

@@ -27,10 +27,14 @@ VALUES = {
     "sixes": ints(6, 6),
     "axes23": ints(2, 3),
 }
+ONE = "a = Conv (x, w1:4.4.1.1)"
+BESIDE, THREE, SECOND = (
+    f"{name} = Conv <pads=[1,1,1,1]> (x, {weight}:4.4.3.3)" for name, weight in (("b0", "w3"), ("c", "w3"), ("c", "v3"))
+)
 _case = functools.partial(Case, ins=X)
 CASES: dict[str, Case] = {
-    "sizes-1-3-5": _case("a = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)", "Conv"),
+    "sizes-1-3-5": _case(f"a = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) {BESIDE} c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)",
+        "Conv"),
     "cross-in-a-square": _case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) "
         "v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) t = Add (a, h) y = Add (t, v)", "Conv"),
     "more-multiplications-of-fewer-parameters": _case("h = Conv <group=4, pads=[0,1,0,1]> (x, d13:4.1.1.3) m = Norm (h, p:4) "
@@ -74,42 +78,34 @@ CASES: dict[str, Case] = {
         "b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv Conv Add"),
     "point-in-a-kernel-without-padding": _case("a = Conv (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
         "c = Slice (b0, ones, sixes, axes23) y = Add (a, c)", "Conv Conv Slice Add", values=VALUES),
-    "one-channel-is-broadcast": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv (x, one:1.4.1.1) y = Add (a, b0)", "Conv Conv Add"),
-    "positions-are-broadcast": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <dilations=[6,6]> (x, w2:4.4.2.2) y = Add (a, b0)",
-        "Conv Conv Add"),
+    "one-channel-is-broadcast": _case(f"{ONE} b0 = Conv (x, one:1.4.1.1) y = Add (a, b0)", "Conv Conv Add"),
+    "positions-are-broadcast": _case(f"{ONE} b0 = Conv <dilations=[6,6]> (x, w2:4.4.2.2) y = Add (a, b0)", "Conv Conv Add"),
     "depthwise": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv <group=4> (x, d1:4.1.1.1) t = Add (a, b0) "
         "y = Add (x, t)", "Conv"),
     "depthwise-with-dense-would-grow": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv (x, w1:4.4.1.1) "
         "y = Add (a, b0)", "Conv Conv Add"),
-    "depthwise-into-dense": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (a, b0)", "Conv"),
+    "depthwise-into-dense": _case(f"a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) {BESIDE} y = Sub (a, b0)", "Conv"),
     "groups-refined": _case("a = Conv <group=2, pads=[1,1,1,1]> (x, g3:4.2.3.3) "
         "b0 = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, b0)", "Conv"),
-    "subtracted": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (a, b0) y = Sub (x, t)", "Conv"),
-    "constants-in-the-tree": _case("a = Conv (x, w1:4.4.1.1, b:4) u = Add (a, c_s:4.1.1) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (scalar:1, b0) y = Add (u, t)", "Conv"),
-    "constant-that-varies-by-position": _case("a = Conv (x, w1:4.4.1.1) u = Add (a, full:1.4.7.7) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (u, b0)", "Conv Add", options=UNVERIFIED),
-    "vector-meets-the-last-axis": _case("a = Conv (x, w1:4.4.1.1) u = Add (a, last:7) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (u, b0)", "Conv Add"),
-    "scale-along-the-last-axis": _case("a = Conv (x, w1:4.4.1.1) u = Mul (a, last:7) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "y = Add (u, b0)", "Conv Mul Conv Add"),
+    "subtracted": _case(f"{ONE} {BESIDE} t = Sub (a, b0) y = Sub (x, t)", "Conv"),
+    "constants-in-the-tree": _case(f"a = Conv (x, w1:4.4.1.1, b:4) u = Add (a, c_s:4.1.1) {BESIDE} t = Sub (scalar:1, b0) y = Add (u, t)",
+        "Conv"),
+    "constant-that-varies-by-position": _case(f"{ONE} u = Add (a, full:1.4.7.7) {BESIDE} y = Sub (u, b0)", "Conv Add", options=UNVERIFIED),
+    "vector-meets-the-last-axis": _case(f"{ONE} u = Add (a, last:7) {BESIDE} y = Add (u, b0)", "Conv Add"),
+    "scale-along-the-last-axis": _case(f"{ONE} u = Mul (a, last:7) {BESIDE} y = Add (u, b0)", "Conv Mul Conv Add"),
     "layer-scale-of-a-difference": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) n = Norm (x, p:4) d = Sub (a, n) "
         "u = Mul (d, c_s:4.1.1) y = Add (x, u)", "Conv"),
     "batch-norm-of-the-sum": _case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) t = Add (a, x) y = Norm (t, p:4)", "Conv"),
-    "twice-the-same": _case("t = Add (x, x) a = Conv (x, w1:4.4.1.1) y = Add (t, a)", "Conv"),
-    "not-linear": _case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Add (a, r) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "y = Add (t, b0)", "Relu Conv Add"),
-    "subtracted-and-not-linear": _case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Sub (r, a) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (b0, t)", "Relu Conv Sub"),
-    "two-inputs": _case("r = Relu (x) a = Conv (x, w1:4.4.1.1) c = Conv (r, v1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) e = "
-        "Conv <pads=[1,1,1,1]> (r, v3:4.4.3.3) t = Add (a, c) u = Add (b0, e) y = Add (t, u)", "Relu Conv Conv Add"),
-    "branch-read-elsewhere": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
-        "r = Relu (a) y = Mul (t, r)", "Conv Conv Add Relu Mul"),
-    "sum-in-between-read-elsewhere": _case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
-        "c = Conv (x, v1:4.4.1.1) u = Add (t, c) y = Mul (t, u)", "Conv Conv Add Mul"),
-    "affine-of-a-mixed-sum": _case("r = Relu (x) t = Add (x, r) u = Mul (t, c_s:4.1.1) a = Conv (x, w1:4.4.1.1) "
-        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) v = Add (a, u) y = Add (v, b0)", "Relu Add Mul Conv Add", options=UNVERIFIED),
+    "twice-the-same": _case(f"t = Add (x, x) {ONE} y = Add (t, a)", "Conv"),
+    "not-linear": _case(f"{ONE} r = Relu (x) t = Add (a, r) {BESIDE} y = Add (t, b0)", "Relu Conv Add"),
+    "subtracted-and-not-linear": _case(f"{ONE} r = Relu (x) t = Sub (r, a) {BESIDE} y = Sub (b0, t)", "Relu Conv Sub"),
+    "two-inputs": _case(f"r = Relu (x) {ONE} c = Conv (r, v1:4.4.1.1) {BESIDE} e = Conv <pads=[1,1,1,1]> (r, v3:4.4.3.3) t = Add (a, c) u "
+        "= Add (b0, e) y = Add (t, u)", "Relu Conv Conv Add"),
+    "branch-read-elsewhere": _case(f"{ONE} {BESIDE} t = Add (a, b0) r = Relu (a) y = Mul (t, r)", "Conv Conv Add Relu Mul"),
+    "sum-in-between-read-elsewhere": _case(f"{ONE} {BESIDE} t = Add (a, b0) c = Conv (x, v1:4.4.1.1) u = Add (t, c) y = Mul (t, u)",
+        "Conv Conv Add Mul"),
+    "affine-of-a-mixed-sum": _case(f"r = Relu (x) t = Add (x, r) u = Mul (t, c_s:4.1.1) {ONE} {BESIDE} v = Add (a, u) y = Add (v, b0)",
+        "Relu Add Mul Conv Add", options=UNVERIFIED),
     "shift-before-padding": _case("n = Norm (x, p:4) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "BatchNormalization Conv Conv Add"),
     "shift-before-no-padding": _case("n = Norm (x, p:4) a = Conv (n, w3:4.4.3.3) b0 = Conv (x, v3:4.4.3.3) y = Add (a, b0)", "Conv"),
@@ -125,8 +121,8 @@ CASES: dict[str, Case] = {
         "c = Conv (p, v3:4.4.3.3) y = Add (a, c)", "Conv Conv", values=VALUES),
     "one-pad-of-a-point-for-other-sums": _case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, "
         "v3:4.4.3.3) t = Add (a, c) r = Relu (p) e = Conv (r, w3) y = Add (t, e)", "Conv Pad Relu Conv Conv Add", values=VALUES),
-    "pads-that-are-computed-from-constants": _case("l = Slice (backwards, minus1, far, zero, minus1) p = Pad (x, l) "
-        "a = Conv (p, w3:4.4.3.3) c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv", values=VALUES),
+    "pads-that-are-computed-from-constants": _case("l = Slice (backwards, minus1, far, zero, minus1) p = Pad (x, l) a = Conv (p, "
+        f"w3:4.4.3.3) {SECOND} y = Add (a, c)", "Conv", values=VALUES),
     "padded-with-ones": _case("p = Pad (x, pads1, unit) a = Conv (p, w3:4.4.3.3) b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) "
         "y = Add (a, b0)", "Pad Conv Conv Add", values=VALUES),
     "padded-by-reflection": _case('p = Pad <mode="reflect"> (x, pads1) a = Conv (p, w3:4.4.3.3) '
@@ -139,20 +135,20 @@ CASES: dict[str, Case] = {
         values=VALUES, judge="run"),
     "point-before-and-behind": _case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
         "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3, b:4) e = Conv (c, v1:4.4.1.1) y = Add (a, e)", "Conv"),
-    "point-with-bias-before-padding": _case("s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
-        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv Conv Conv Add"),
+    "point-with-bias-before-padding": _case(f"s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) {SECOND} y = Add "
+        "(a, c)", "Conv Conv Conv Add"),
     "expansion": _case("s = Conv (x, wide:8.4.1.1) a = Conv <pads=[1,1,1,1]> (s, narrow:4.8.3.3) y = Add (a, x)", "Conv"),
     "bottleneck-would-grow": _case("s = Conv (x, less:2.4.1.1) a = Conv <pads=[1,1,1,1]> (s, more:4.2.3.3) y = Add (a, x)",
         "Conv Conv Add"),
-    "sum-below-a-point": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, c) "
-        "e = Conv (t, v1:4.4.1.1) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv"),
+    "sum-below-a-point": _case(f"{ONE} {THREE} t = Add (a, c) e = Conv (t, v1:4.4.1.1) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add "
+        "(e, f)", "Conv"),
     "sum-below-a-shifted-padding": _case("a = Conv (x, w1:4.4.1.1, b:4) c = Conv (x, v1:4.4.1.1) t = Add (a, c) e = Conv <pads=[1,1,1,1]> "
         "(t, w3:4.4.3.3) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv Conv Conv Add"),
     "pool-without-padding": _case("a = AveragePool <kernel_shape=[3,3]> (x) c = Conv (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
-    "pool-that-counts-padding": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (c, a)", "Conv"),
-    "pool-that-does-not-count-padding": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add"),
+    "pool-that-counts-padding": _case(f"a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) {THREE} y = Sub (c, "
+        "a)", "Conv"),
+    "pool-that-does-not-count-padding": _case(f"a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) {THREE} y = Add (a, c)",
+        "AveragePool Conv Add"),
     "pool-with-dilation": _case("a = AveragePool <kernel_shape=[3,3], dilations=[2,2]> (x) c = Conv <dilations=[2,2]> (x, w3:4.4.3.3) "
         "y = Add (a, c)", "AveragePool Conv Add", "padding", opset=19),
     "pool-that-rounds-up": _case("a = AveragePool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x) "
@@ -161,7 +157,7 @@ CASES: dict[str, Case] = {
     "pool-that-rounds-up-to-two": _case("a = AveragePool <kernel_shape=[3,3], strides=[2,2], ceil_mode=1> (x) "
         "c = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins="float[N,4,4,4] x"),
     "pool-behind-a-point": _case("s = Conv (x, w1:4.4.1.1) a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (s) "
-        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
+        f"{THREE} y = Add (a, c)", "Conv"),
     "pool-with-nothing-to-carry-it": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
         "y = Sub (a, x)", "AveragePool Sub"),
     "matmuls": _case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (t, last:7)", "MatMul Add"),
@@ -170,12 +166,11 @@ CASES: dict[str, Case] = {
         "t = Add (a, u) y = Add (t, c)", "Mul MatMul Add", options=UNVERIFIED),
     "matmul-from-the-left": _case("a = MatMul (m:7.7, x) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add"),
     "matmul-with-conv": _case("a = MatMul (x, m:7.7) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "MatMul Conv Add"),
-    "n-ary-sum": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sum (a, x, c)", "Conv"),
-    "identity-and-dropout-nodes": _case("i = Identity (x) d = Dropout (i) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "e = Identity (c) y = Add (d, e)", "Conv"),
-    "divided": _case("a = Div (x, c_s:4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv"),
-    "constant-divided-by-data": _case("a = Div (c_s:4.1.1, x) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
-        "e = Conv (x, w1:4.4.1.1) t = Add (a, c) y = Add (t, e)", "Div Conv Add"),
+    "n-ary-sum": _case(f"{ONE} {THREE} y = Sum (a, x, c)", "Conv"),
+    "identity-and-dropout-nodes": _case(f"i = Identity (x) d = Dropout (i) {THREE} e = Identity (c) y = Add (d, e)", "Conv"),
+    "divided": _case(f"a = Div (x, c_s:4.1.1) {THREE} y = Add (a, c)", "Conv"),
+    "constant-divided-by-data": _case(f"a = Div (c_s:4.1.1, x) {THREE} e = Conv (x, w1:4.4.1.1) t = Add (a, c) y = Add (t, e)",
+        "Div Conv Add"),
     "gemm-two": _case("a = Gemm (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm", ins="float[M,7] x"),
     "gemm-alpha-beta-transposed": _case("a = Gemm <alpha=0.5, beta=2.0, transB=1> (x, m:7.7, last:7) "
         "c = Gemm <alpha=2.0> (x, m2:7.7) y = Sub (a, c)", "Gemm", ins="float[M,7] x"),
@@ -192,25 +187,21 @@ CASES: dict[str, Case] = {
     "gemm-matrix-of-constants": _case("a = Gemm (x, m:7.7, m2:7.7) c = Gemm (x, m2) y = Add (a, c)", "Gemm Gemm Add", ins="float[M,7] x"),
     "gemm-vector-weight": _case("a = MatMul (x, last:7) c = MatMul (x, scale7:7) y = Add (a, c)", "MatMul MatMul Add", ins="float[M,7] x"),
     # outputs, and weights that are no constants
-    "sum-is-an-output": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c) z = Relu (y)",
-        "Conv Relu", outs="y, z"),
-    "branch-is-an-output": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
-        "Conv Conv Add", outs="y, a"),
+    "sum-is-an-output": _case(f"{ONE} {THREE} y = Add (a, c) z = Relu (y)", "Conv Relu", outs="y, z"),
+    "branch-is-an-output": _case(f"{ONE} {THREE} y = Add (a, c)", "Conv Conv Add", outs="y, a"),
     "base-is-an-output": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (r, w3:4.4.3.3) y = Add (a, c)",
         "Relu Conv", outs="y, r"),
-    "weight-is-an-input": _case("a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv Conv Add",
-        "not-constant", ins=f"{X}, float[4,4,1,1] k"),
-    "weight-is-computed": _case("h = Neg (k) a = Conv (x, h) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+    "weight-is-an-input": _case(f"a = Conv (x, k) {THREE} y = Add (a, c)", "Conv Conv Add", "not-constant", ins=f"{X}, float[4,4,1,1] k"),
+    "weight-is-computed": _case(f"h = Neg (k) a = Conv (x, h) {THREE} y = Add (a, c)",
         "Neg Conv Conv Add", "not-constant", ins=f"{X}, float[4,4,1,1] k"),
-    "weight-may-be-given": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
-        "Conv Conv Add", "overridable", ins=f"{X}, float[4,4,1,1] w1"),
-    "weight-is-quantized": _case("k = DequantizeLinear (q, s) a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+    "weight-may-be-given": _case(f"{ONE} {THREE} y = Add (a, c)", "Conv Conv Add", "overridable", ins=f"{X}, float[4,4,1,1] w1"),
+    "weight-is-quantized": _case(f"k = DequantizeLinear (q, s) a = Conv (x, k) {THREE} y = Add (a, c)",
         "DequantizeLinear Conv Conv Add", "quantized", judge="run", values={"q": np.full((4, 4, 1, 1), 3, np.int8), "s": np.float32(0.5)}),
-    "weight-of-a-later-layer": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
-        "s = Add (t, x) e = Conv <pads=[1,1,1,1]> (s, w3) y = Relu (e)", "Conv Conv Relu"),
+    "weight-of-a-later-layer": _case(f"{ONE} c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) s = Add (t, x) e = Conv "
+        "<pads=[1,1,1,1]> (s, w3) y = Relu (e)", "Conv Conv Relu"),
     "weight-of-a-node": _case("k = Constant <value_floats=[0.5, 1.0, 2.0, 4.0]> () g = Reshape (k, s4) a = Conv <group=4> (x, g) "
         "c = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, c)", "Conv", values={"s4": ints(4, 1, 1, 1)}),
-    "training": _case("a = Conv (x, w1:4.4.1.1) n, e, v = Norm <training_mode=1> (x, p:4) y = Add (a, n)",
+    "training": _case(f"{ONE} n, e, v = Norm <training_mode=1> (x, p:4) y = Add (a, n)",
         "Conv BatchNormalization Add", "training", judge="proof"),
     # sizes that contradict each other, or are not known: nothing certain says so before
     "fewer-channels": _case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, less:2.4.1.1) y = Add (a, c)",
@@ -245,7 +236,7 @@ CASES: dict[str, Case] = {
     **{f"weight-of-rank-{len(shape)}": _case(f"a = {op} (x, {name}:{shape}) c = MatMul (x, m:7.7) y = Add (a, c)",
         f"{op} MatMul Add", code, judge="proof") for shape, op, name, code in (
         ("-", "MatMul", "one", "shape"), ("7", "Conv", "one", "shape"))},
-    "weights-of-two-types": _case("a = Conv (x, w1:4.4.1.1) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "type",
+    "weights-of-two-types": _case(f"{ONE} c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "type",
         judge="proof", values={"u": np.ones((4, 4, 1, 1))}),
     "weights-without-elements": _case("a = Conv (x, w1:0.4.1.1) c = Conv (x, v1:0.4.1.1) y = Add (a, c)", "Conv Conv Add",
         "not-finite", judge="proof"),
@@ -268,8 +259,7 @@ CASES: dict[str, Case] = {
     "huge-product": _case("a = Conv (x, v:1.20000.1.1) c = Conv (a, w:20000.1.1.1) y = Add (c, x)", "Conv Conv Add", "too-large",
         ins="float[N,20000,H,W] x", judge="proof"),
     # numbers
-    "half": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv",
-        ins=HALF, judge="run"),
+    "half": _case(f"{ONE} c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv", ins=HALF, judge="run"),
     "half-overflows": _case("a = Conv (x, u) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "overflow", ins=HALF, judge="proof",
         values={"u": np.full((4, 4, 1, 1), 60000, np.float16)}),
     "half-cancels": _case("a = Conv (x, u) c = Conv (x, u) y = Sub (a, c)", "Conv", ins=HALF, judge="proof",
@@ -280,11 +270,10 @@ CASES: dict[str, Case] = {
         ins="float[N,4,H] x"),
     "rank-5": _case("a = Conv (x, u:4.4.1.1.1) c = Conv <pads=[1,1,1,1,1,1]> (x, v:4.4.3.3.3) n = Norm (x, p:4) "
         "y = Sum (a, c, n)", "Conv", ins="float[N,4,D,H,W] x"),
-    **{f"opset-{opset}": _case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
-        "y = Add (t, x)", "Conv", opset=opset, judge="run" if opset > 6 else "proof",
-        method="proved" if opset > 6 else "not_run") for opset in (6, 7, 9, 13, 21)},
-    "broadcast-before-opset-7": _case("a = Conv (x, w1:4.4.1.1) c = Conv (x, one:1.4.1.1) d = Flatten (c) "
-        "y = Add <broadcast=1, axis=0> (a, x)", "Conv Conv Flatten Add", opset=6, judge="proof"),
+    **{f"opset-{opset}": _case(f"{ONE} c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv",
+        opset=opset, judge="run" if opset > 6 else "proof", method="proved" if opset > 6 else "not_run") for opset in (6, 7, 9, 13, 21)},
+    "broadcast-before-opset-7": _case(f"{ONE} c = Conv (x, one:1.4.1.1) d = Flatten (c) y = Add <broadcast=1, axis=0> (a, x)",
+        "Conv Conv Flatten Add", opset=6, judge="proof"),
     # Layer scale around a pool, as in PoolFormer: a new batch norm is never written.
     "layer-scales-around-a-pool": _case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) d = Sub (a, x) "
         "u = Mul (d, c_s:4.1.1) t = Add (x, u) e = Mul (t, c_s) y = Add (e, c_s)", "AveragePool Sub Mul Add Mul Add"),
