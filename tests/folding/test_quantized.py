@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -73,36 +72,6 @@ def check_file(source: onnx.ModelProto) -> None:
     assert batch_norms(result.model) == 0, [site.reason for site in result.report.sites]
     assert operators_of(result).count("QuantizeLinear") == operators(source).count("QuantizeLinear")
     assert result.report.verification.passed
-
-
-@pytest.mark.slow
-def test_a_file_of_torch_ao(tmp_path: Path) -> None:
-    """Modules that fake-quantise their weights in training, exported with their batch norms."""
-    import torch
-    from torch import nn
-    from torch.ao.nn import qat
-    from torch.ao.quantization import QConfig, default_fake_quant, default_per_channel_weight_fake_quant
-
-    torch.manual_seed(0)
-    config = QConfig(activation=default_fake_quant, weight=default_per_channel_weight_fake_quant)
-    net = nn.Sequential(
-        qat.Conv2d(3, 8, 3, padding=1, qconfig=config), nn.BatchNorm2d(8), nn.ReLU(),
-        qat.Conv2d(8, 12, 3, qconfig=config), nn.BatchNorm2d(12),
-    )  # fmt: skip
-    for _ in range(5):
-        net(torch.randn(4, 3, 16, 16))
-    for norm in (net[1], net[4]):
-        # Its integers may be -128, so that no sign can change.
-        nn.init.uniform_(norm.weight, 0.2, 1.5)
-    net.eval().apply(torch.ao.quantization.disable_observer)
-    path = tmp_path / "qat.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"opset_version": 17, "do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE}
-        torch.onnx.export(net, (torch.randn(2, 3, 16, 16),), path, dynamo=False, **options)
-    source = onnx.load(path)
-    assert operators(source).count("QuantizeLinear") == 2
-    check_file(source)
 
 
 @pytest.mark.slow

@@ -91,15 +91,6 @@ def test_ten_times_the_size(case: str) -> None:
     assert large < _NEAR_LINEAR * small
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", GROWING)
-def test_ten_thousand(case: str) -> None:
-    outcome = GROWING[case][1]
-    (small, _), (large, outcomes) = (engine_work(repeated(case, count)) for count in (1000, 10_000))
-    assert outcomes == {outcome}
-    assert large < _NEAR_LINEAR * small
-
-
 def test_deeper_than_a_file() -> None:
     """A hundred levels, in memory only."""
     names = ("w", "s", "b", "m", "v")

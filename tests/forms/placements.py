@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from tests.folding.test_random_graphs import Builder
 from tests.forms.case import Case, Data, Other, Shape
 
 FLOAT = onnx.TensorProto.FLOAT
@@ -35,23 +36,12 @@ class Impossible(Exception):
     """The operator next to the form does not take data of this rank."""
 
 
-class _Chain:
+class _Chain(Builder):
     """Grows one model from its input to its output."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        self.generator = np.random.default_rng(seed)
-        self.value, self.shape = "x", shape
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
+        super().__init__(np.random.default_rng(seed), shape=shape)
         self.others: dict[str, Shape] = {}
-
-    def constant(self, array: np.ndarray) -> str:
-        name = f"c{len(self.initializers)}"
-        self.initializers.append(onnx.numpy_helper.from_array(array, name))
-        return name
-
-    def floats(self, *shape: int) -> str:
-        return self.constant(self.generator.standard_normal(shape).astype(np.float32))
 
     def add(self, op_type: str, inputs: list[str], outputs: int = 1, read: int = 0, **attributes: Any) -> None:
         number = len(self.nodes)
@@ -64,39 +54,38 @@ class _Chain:
         self.nodes.append(node)
         self.value = names[read]
 
-    def norm(self) -> None:
-        if len(self.shape) < 2:
+    def needs(self, least: int, most: int = 9) -> None:
+        if not least <= len(self.shape) <= most:
             raise Impossible
+
+    def norm(self) -> None:
+        self.needs(2)
         channels = self.shape[1]
         positive = self.generator.integers(2)
         scale = self.generator.standard_normal(channels)
         scale = np.abs(scale) + 0.25 if positive else np.sign(scale) * (np.abs(scale) + 0.25)
         var = self.constant((self.generator.random(channels) + 0.5).astype(np.float32))
-        names = [self.constant(scale.astype(np.float32)), self.floats(channels), self.floats(channels), var]
-        self.add("BatchNormalization", [self.value, *names])
+        parameters = (self.constant(scale.astype(np.float32)), self.parameter(channels), self.parameter(channels))
+        self.add("BatchNormalization", [self.value, *parameters, var])
 
     def gain(self) -> None:
         """A positive scale of each channel, which activations pass."""
-        if len(self.shape) < 2:
-            raise Impossible
+        self.needs(2)
         scale = self.generator.random((self.shape[1], *[1] * (len(self.shape) - 2))) + 0.5
         self.add("Mul", [self.value, self.constant(scale.astype(np.float32))])
 
     def conv(self, size: int = 1) -> None:
-        dims = len(self.shape) - 2
-        if not 1 <= dims <= 3:
-            raise Impossible
-        channels = self.shape[1]
-        weight = self.floats(channels, channels, *[size] * dims)
-        self.add("Conv", [self.value, weight, self.floats(channels)], pads=[size // 2] * (2 * dims))
+        self.needs(3, 5)
+        channels, dims = self.shape[1], len(self.shape) - 2
+        parameters = (self.parameter(channels, channels, *[size] * dims), self.parameter(channels))
+        self.add("Conv", [self.value, *parameters], pads=[size // 2] * (2 * dims))
 
     def padded(self) -> None:
         self.conv(3)
 
     def matmul(self) -> None:
-        if len(self.shape) < 2:
-            raise Impossible
-        self.add("MatMul", [self.value, self.floats(self.shape[-1], self.shape[-1])])
+        self.needs(2)
+        self.add("MatMul", [self.value, self.parameter(self.shape[-1], self.shape[-1])])
 
     def sum(self, op_type: str, case: Case, result: Result) -> None:
         """The form, a convolution with its shape if it has one, and the form with other numbers, added up."""
@@ -109,8 +98,7 @@ class _Chain:
             terms.append(self.value)
         self.value, self.shape = start, shape
         other = [
-            operand * np.float32(0.5) if isinstance(operand, np.ndarray) and operand.dtype == np.float32 else operand
-            for operand in case.operands
+            each * np.float32(0.5) if getattr(each, "dtype", None) == np.float32 else each for each in case.operands
         ]
         self.form(op_type, dataclasses.replace(case, operands=other), result)
         for term in terms:
@@ -147,9 +135,7 @@ def build(op_type: str, case: Case, place: str, shape: Shape, result: Result, op
     # The mean of a batch that happens to be empty is a limit of the folder, which docs/folding.md names.
     is_limit = op_type == "ReduceMean" and 0 in shape
     declared = _declared(shape, 0 if is_limit else seed % 3)
-    inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, declared)]
-    inputs += [onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in chain.others.items()]
-    return finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)
+    return _finish(chain, declared, opset)
 
 
 def _declared(shape: Shape, freedom: int) -> list[int | str]:
@@ -161,10 +147,15 @@ def bare(op_type: str, case: Case, shape: Shape, opset: int) -> tuple[onnx.Model
     """Make the model of the form alone, and inputs for it."""
     chain = _Chain(shape, 0)
     chain.form(op_type, case, Result(shape, np.dtype(np.float32)))
-    inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, shape)]
-    inputs += [onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in chain.others.items()]
-    proto = finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)
+    proto = _finish(chain, shape, opset)
     return proto, feeds(proto, shape, 0)
+
+
+def _finish(chain: _Chain, declared: Sequence[int | str], opset: int) -> onnx.ModelProto:
+    inputs = [
+        onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in {"x": declared, **chain.others}.items()
+    ]
+    return finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)
 
 
 def finish(
