@@ -85,33 +85,11 @@ def test_only_and_skip(source: Path, tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["source.onnx"]
 
 
-def test_never_over_a_file_unasked(source: Path, tmp_path: Path) -> None:
-    before = source.read_bytes()
-    other = tmp_path / "other.onnx"
-    other.write_bytes(b"another")
-    for target in (source, other):
-        with pytest.raises(UsageError, match="exists; write to another file, or replace it with overwrite=True"):
-            fold(source, target)
-    assert other.read_bytes() == b"another"
-    assert source.read_bytes() == before
-    fold(source, source, overwrite=True)
-    assert batch_norms(onnx.load(source)) == 1
-
-
 def test_a_training_step_is_no_source(source: Path) -> None:
     proto = onnx.load(source)
     proto.metadata_props.add(key=schema.TRAINING_METADATA, value="{}")
     with pytest.raises(UnsupportedModelError, match="model: it is a training step, no inference model"):
         fold(proto)
-
-
-def test_nothing_to_fold(tmp_path: Path) -> None:
-    proto = model("g (float[N,6] x) => (float[N,6] y) { y = Relu (x) }")
-    result = fold(proto, tmp_path / "copy.onnx")
-    assert (result.report.sites, result.report.changed) == ((), False)
-    copy = to_proto(load(tmp_path / "copy.onnx"))
-    proto.graph.node[0].ClearField("domain")  # written as an empty field by the parser
-    assert copy == proto
 
 
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,17 +61,3 @@ def test_networks_give_what_the_package_says(name: str) -> None:
             recorded = onnx.TensorProto.FromString((DATA / f"light/light_{name}_output_0.pb").read_bytes())
             expected = onnx.numpy_helper.to_array(recorded)
             np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=2e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # cases with infinities
-def test_node_cases_stay_as_they_are() -> None:
-    """Single operators hold no batch norm. Between others they are in tests/forms."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    cases = list(collect_testcases(None))
-    results = [(case, fold(case.model, verify=False)) for case in cases]
-    assert not [
-        case.name for case, it in results if it.report.changed or not is_unchanged(case.model, to_proto(it.model))
-    ]
-    assert len(cases) > 1800

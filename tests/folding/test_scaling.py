@@ -15,9 +15,7 @@ import pytest
 from bnexport.folding.context import Options
 from bnexport.folding.folder import Folding
 from bnexport.model_io.read import open_source
-from tests.support.onnx_text import (
-    model,
-)
+from tests.support.onnx_text import model
 from tests.support.work import counted
 
 _NEAR_LINEAR = 20
