@@ -47,6 +47,8 @@ def test_it_folds(name: str) -> None:
     assert operators(proto) == case.left.split(), [(site.nodes, site.reason) for site in result.report.sites]
     assert result.report.changed == (everywhere(proto) != everywhere(case.model()))
     assert all(site.reason for site in result.report.kept)
+    names = [node.name for node in proto.graph.node if node.name]
+    assert len(set(names)) == len(names)
     codes = {refusal.code for site in result.report.sites for refusal in site.refusals}
     assert not case.refused or case.refused in codes
     if result.report.folded and "verify" not in case.options:

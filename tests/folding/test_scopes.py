@@ -20,11 +20,6 @@ def arrays(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
 
 
-def test_the_weight_of_the_other_branch_stays() -> None:
-    source = CORPUS["scope-branch-1"].model()
-    np.testing.assert_array_equal(arrays(to_proto(fold(source).model).graph)["w"], arrays(source.graph)["w"])
-
-
 def test_a_shadowed_weight() -> None:
     """Inside the branch, w is the branch's own."""
     source = CORPUS["scope-branch-1"].model()
@@ -48,12 +43,6 @@ def test_only_does_not_inline_and_skip_takes_the_labels_of_inlined_nodes() -> No
     assert [refusal.code for refusal in result.report.sites[0].refusals] == ["reference-attribute"]
     (site,) = fold(source, verify=False).report.folded
     assert not fold(source, verify=False, skip=site.nodes).report.folded
-
-
-def test_names_stay_unique_where_a_function_is_called_twice() -> None:
-    graph = fold(CORPUS["scope-a-function-for-every-module"].model()).model.graph
-    names = [node.name for node in graph.node] + [name for node in graph.node for name in node.output]
-    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("condition", [True, False])
