@@ -36,23 +36,14 @@ def test_segmenter_deploys_without_batch_norms(exporter, tmp_path):
             torch.testing.assert_close(torch.from_numpy(value), net.eval()(image)[name].detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("training", "exporter"),
-    [
-        (True, "dynamo"),
-        (True, "torchscript"),
-        (False, "torchscript"),
-        pytest.param(False, "dynamo", marks=pytest.mark.slow),  # a tutorial does it
-    ],
-)
+@pytest.mark.parametrize(("training", "exporter"), [(True, "dynamo"), (True, "torchscript"), (False, "torchscript")])
 def test_segmenter_keeps_its_nodes(exporter, training, tmp_path):
     net = _trained().train(training)
     result = bnexport.export(net, torch.randn(2, 3, 32, 32), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
     assert result.verification.passed, result.verification.summary()
     folded = bnexport.fold(tmp_path / "m.onnx", tmp_path / "f.onnx").report
-    assert folded.verification.passed
+    assert (folded.verification.passed, folded.meaning_changed) == (True, training)
     assert (folded.after.batch_norm, folded.after.sync_batch_norm) == (0, 0)
-    assert folded.meaning_changed is training
 
 
 @pytest.mark.parametrize("epochs", [1, pytest.param(12, marks=pytest.mark.slow)])

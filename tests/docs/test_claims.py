@@ -1,52 +1,10 @@
-"""What the documents say of torch and MMCV, of targets and environment variables, where a few lines can show it."""
+"""Targets and environment variables that documents name exist, and variables that the code reads are named."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from pathlib import Path
-from typing import Any
-
-import onnx
-import pytest
-import torch
-from torch import nn
 
 from tests.docs.pages import ROOT
-
-
-def test_plain_torch_folds_sync_batch_norm_in_eval_mode(tmp_path: Path) -> None:
-    """README: often bnexport is not needed."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8), nn.ReLU()).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, (torch.randn(1, 3, 8, 8),), str(tmp_path / "m.onnx"), dynamo=True, verbose=False)
-    assert [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node] == ["Conv", "Relu"]
-
-
-class _Untyped(torch.autograd.Function):
-    """A symbolic function that passes a string without its type, as that of MMCV 2.2.0 does."""
-
-    @staticmethod
-    def symbolic(g: Any, input: Any) -> Any:
-        return g.op("mmcv::MMCVSyncBatchNorm", input, momentum_f=0.1, stats_mode="default")
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
-        return input.clone()
-
-
-class _Layer(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Untyped.apply(x)
-        return result
-
-
-def test_the_symbolic_function_of_mmcv_fails_with_this_torch(tmp_path: Path) -> None:
-    """docs/faq.md has the message."""
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="Invalid attribute specifier 'stats_mode'"):
-        warnings.simplefilter("ignore")
-        torch.onnx.export(_Layer(), (torch.randn(1, 3, 8, 8),), str(tmp_path / "m.onnx"), dynamo=False)
 
 
 def test_every_make_target_that_a_document_names_exists() -> None:

@@ -24,18 +24,6 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
         assert not line.startswith("result:") or without_numbers(line).removesuffix("...") in without_numbers(printed)
 
 
-def test_the_tutorial_on_cpp_shows_lines_of_the_examples() -> None:
-    """tests/test_examples.py runs it."""
-    sources = {"c": "examples/ort_run/main.c", "cpp": "examples/libtorch_run/main.cpp"}
-    shown = blocks((ROOT / "docs/tutorials/cpp.md").read_text(), *sources)
-    assert {language for language, _ in shown} == set(sources)
-    for language, code in shown:
-        source = " ".join((ROOT / sources[language]).read_text().split())
-        lines = code.splitlines() if language == "cpp" else [code]
-        for line in lines:
-            assert " ".join(line.split()) in source, f"{sources[language]} has no {line!r}"
-
-
 README = (ROOT / "README.md").read_text()
 
 
@@ -66,25 +54,6 @@ def test_the_readme_runs_as_pasted(tmp_path: Path) -> None:
 def test_no_page_installs_from_an_index_that_has_no_such_package() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     assert [page.name for page in pages if re.search(r"pip install [\"']?bnexport", page.read_text())] == []
-
-
-def test_the_page_on_quantization_shows_lines_of_its_benchmark() -> None:
-    source = (ROOT / "benchmarks/lower_precision.py").read_text()
-    ((_, shown),) = blocks((ROOT / "docs/guides/quantization.md").read_text(), "python")
-    for line in filter(None, (line.strip() for line in shown.splitlines())):
-        assert line in source, line
-
-
-def test_the_page_on_opsets_has_the_ir_versions_that_are_written() -> None:
-    """bnexport.exporting.finish asks onnx for the lowest IR version of an opset, which is 8 at least."""
-    import onnx.helper
-
-    table = re.findall(r"^\| ([\d, ]+) \| (\d+) \|$", (ROOT / "docs/guides/opsets.md").read_text(), re.MULTILINE)
-    shown = {int(opset): int(version) for opsets, version in table for opset in opsets.split(",")}
-    assert sorted(shown) == list(range(18, 24))
-    for opset, version in shown.items():
-        lowest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
-        assert version == max(lowest, 8), opset
 
 
 def test_the_site_shows_the_help_of_every_command() -> None:
