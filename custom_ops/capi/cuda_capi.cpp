@@ -48,7 +48,7 @@ cuda::LaunchPlan plan_of_call(const Params& params, void* workspace, size_t byte
     refuse("bytes of the workspace", std::to_string(bytes),
            std::to_string(plan.workspace) + " or more, as the query of the workspace returns");
   }
-  require_pointer("workspace", workspace);
+  if (plan.workspace > 0) require_pointer("workspace", workspace);
   if (reinterpret_cast<uintptr_t>(workspace) % 256 != 0) {
     refuse("workspace", "an address that is not a multiple of 256", "one that is");
   }

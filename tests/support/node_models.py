@@ -1,6 +1,7 @@
 """One-node models of our operators, as bytes, and feeds for them."""
 
 import ctypes
+import os
 
 import ml_dtypes
 import numpy as np
@@ -68,7 +69,8 @@ def session(model: bytes, *, threads: int = 0, training: bool = False) -> ort.In
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
-    options.enable_cpu_mem_arena = False  # each tensor is a block of its own, for sanitizers
+    # Under sanitizers each tensor is a block of its own.
+    options.enable_cpu_mem_arena = "libasan" not in os.environ.get("LD_PRELOAD", "")
     register(options, training=training)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 

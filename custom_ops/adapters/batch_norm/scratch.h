@@ -20,7 +20,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
 
   // Aligned as the allocator's memory is.
-  void* workspace() const { return data_; }
+  void* workspace() const { return workspace_; }
   double* take(int64_t doubles) {
     double* const taken = next_;
     next_ += doubles;
@@ -32,7 +32,7 @@ class Scratch {
   const CudaLibrary& cuda_;
   void* stream_;
   ort::Allocator* allocator_ = nullptr;
-  void* data_ = nullptr;
+  void *data_ = nullptr, *workspace_ = nullptr;
   double* next_ = nullptr;
 };
 
