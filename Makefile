@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp campaign test-slow fuzz sanitize bench cuda gpu-kit wheel docs coverage guards lint format tidy clean run-arm run-models run-frameworks run-torch run-zoo run-zoo-training run-matrix run-runtimes run-browser run-install run-workflows run-cuda-traffic
+.PHONY: help setup demo demo-train test test-cpp campaign test-slow fuzz sanitize bench cuda gpu-kit wheel docs coverage guards lint format tidy clean run-arm run-models run-frameworks run-torch run-zoo run-zoo-training run-matrix run-runtimes run-browser run-install run-workflows
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -54,7 +54,6 @@ runtimes      exported files in other runtimes: for JavaScript, OpenVINO, tract,
 browser       digits read and learned in a headless Chromium, compared with Python (needs npm and Chromium)
 install       both wheels in empty environments of PYTHONS without torch, and the oldest packages allowed
 workflows     the GitHub workflows and CITATION.cff by schema, the workflows by zizmor, too
-cuda-traffic  bytes that the CUDA kernels move for each layer of ResNet-50, counted on the emulated device
 endef
 export RUNS
 VERSIONS ?= 2.4.1/3.10 2.6.0/3.11 2.9.1/3.12 2.13.0/3.11 2.14.1/3.13
@@ -102,11 +101,6 @@ run-workflows:
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/zizmor --offline --persona=pedantic .github
-
-run-cuda-traffic:
-	@$(TOOLS) cmake -S . -B $(BUILD) -DBNEXPORT_TESTS=ON > /dev/null
-	@$(TOOLS) cmake --build $(BUILD) --target test_layer_traffic > /dev/null
-	@$(BUILD)/tests/cpp/layer_traffic
 
 test-slow: $(READY) ## every slow test (an hour; needs a package index)
 	$(PYTEST) -m slow

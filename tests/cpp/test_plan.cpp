@@ -1,4 +1,5 @@
-// Plans are pure functions of a shape: every element belongs to exactly one block, task and stretch.
+// What a plan chooses for a shape; that every element belongs to exactly one block and task, test_kernels sees in the
+// results.
 #include "../../custom_ops/kernels/cpu/batch_norm/plan.h"
 
 #include <vector>
@@ -9,72 +10,15 @@ using namespace bnexport::cpu;
 
 namespace {
 
-struct Cover {
-  std::vector<int> times;
-  std::vector<int64_t> channel;
-  int64_t C, S;
-  Cover(int64_t N, int64_t C, int64_t S) : times(static_cast<size_t>(N * C * S)), C(C), S(S) {}
-  void rows(int64_t offset, const Span& span, int64_t c, int64_t channels) {
-    for (int64_t r = 0; r < span.rows; ++r) {
-      for (int64_t k = 0; k < channels; ++k) {
-        for (int64_t i = 0; i < span.cols; ++i) {
-          const int64_t at = offset + r * span.stride + k * span.cols + i;
-          CHECK(at / S % C == c + k);
-          ++times[static_cast<size_t>(at)];
-        }
-      }
-    }
-  }
-  void once() const {
-    for (const int count : times) CHECK(count == 1);
-  }
-};
-
-void test_rows(int64_t N, int64_t C, int64_t S) {
-  const RowPlan plan(N, C, S);
-  std::vector<std::vector<int>> order(static_cast<size_t>(C));
-  Cover by_group(N, C, S), by_task(N, C, S), stream(N, C, S);
-  const int64_t half = C / 2;
-  for (const auto& [first, last] : {std::pair{int64_t{0}, half}, std::pair{half, C}}) {
-    plan.each_block(first, last, [&](int64_t b, int64_t offset, Span span, int64_t c, int64_t channels) {
-      CHECK(span.cols >= kShortestRow && b < plan.blocks && span.rows * span.cols <= kBlock);
-      for (int64_t k = 0; k < channels; ++k) order[static_cast<size_t>(c + k)].push_back(static_cast<int>(b));
-      by_group.rows(offset, span, c, channels);
-    });
-  }
-  for (const auto& blocks : order) {
-    CHECK(static_cast<int64_t>(blocks.size()) == plan.blocks);
-    for (size_t i = 0; i < blocks.size(); ++i) CHECK(blocks[i] == static_cast<int>(i));
-  }
-  for (int64_t task = 0; task < plan.tasks(); ++task) {
-    plan.each_block_of_task(task, [&](int64_t, int64_t offset, Span span, int64_t c, int64_t channels) {
-      by_task.rows(offset, span, c, channels);
-    });
-  }
-  const StreamPlan stretches(N, C, S);
-  for (int64_t task = 0; task < stretches.tasks; ++task) {
-    stretches.each(task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
-      CHECK(length >= kShortestRow);
-      stream.rows(offset, {1, length, length}, c, channels);
-    });
-  }
-  by_group.once();
-  by_task.once();
-  stream.once();
-}
-
-void test_columns(int64_t N, int64_t C, int64_t S, bool channels_last) {
-  const ColumnPlan plan(N, C, S, channels_last, 4);
+// Stretches, which only tensors past the caches go by: each element once, in its channel.
+void test_stretches(int64_t N, int64_t C, int64_t S) {
+  const StreamPlan plan(N, C, S);
   std::vector<int> times(static_cast<size_t>(N * C * S));
-  for (int64_t k = 0; k < plan.all_chunks(); ++k) {
-    Span span;
-    const int64_t offset = plan.chunk(k, 0, plan.cols, &span);
-    CHECK(span.stride == span.cols && span.cols <= plan.cols);
-    for (int64_t i = 0; i < span.rows * span.cols; ++i) {
-      const int64_t at = offset + i, channel = channels_last ? at % C : at / S % C;
-      CHECK(i % span.cols / plan.inner % C == channel);
-      ++times[static_cast<size_t>(at)];
-    }
+  for (int64_t task = 0; task < plan.tasks; ++task) {
+    plan.each(task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
+      CHECK(length >= kShortestRow && offset / S % C == c && c + channels <= C);
+      for (int64_t i = 0; i < channels * length; ++i) ++times[static_cast<size_t>(offset + i)];
+    });
   }
   for (const int count : times) CHECK(count == 1);
 }
@@ -100,19 +44,11 @@ void test_groups() {
 }  // namespace
 
 int main() {
-  for (const int64_t S : {16, 17, 49, 63, 64, 1000, 4095, 4096, 4097, 8193, 32768, 32769, 70001}) {
-    test_rows(1, 1, S);
-    test_rows(3, 5, S);
+  for (const int64_t S : {16, 17, 49, 1000, 4096, 4097, 32768, 32769, 70001}) {
+    test_stretches(2, 1, S);
+    test_stretches(3, 5, S);
   }
-  test_rows(200, 3, 20);
-  test_rows(9, 700, 49);
-  for (const bool last : {false, true}) {
-    for (const int64_t C : {1, 3, 63, 64, 65, 700}) {
-      test_columns(1, C, 1, last);
-      test_columns(7, C, 5, last);
-      test_columns(500, C, 3, last);
-    }
-  }
+  test_stretches(40, 3, 1000);
   test_groups();
   std::printf("plan: ok\n");
   return 0;

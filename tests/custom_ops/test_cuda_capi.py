@@ -58,6 +58,7 @@ def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):
     calls.workspace += 16
     with pytest.raises(UsageError, match="multiple of 256"):
         calls.forward()
+    cuda.run("forward", capi.forward_params(N=2, C=0, S=4, x=256, y=256, saved_mean=256, saved_invstd=256), 0, 0, 0)
 
 
 SMALL = ((65, 3), (5, 8, 9, 9), (2, 3, 60, 60))
@@ -88,6 +89,20 @@ def test_more_parts_than_a_block_has_threads(many_multiprocessors):
         calls.forward()
         calls.backward()
         verify.check(calls, verify.expected(calls), shape)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_bytes_that_move(emulated, layout):
+    """In sectors of 32 bytes, each once a launch: x, x and y; then dy and x, twice, and dx."""
+    library = cuda.library()
+    library.emulated_traffic.argtypes, library.emulated_traffic.restype = [ctypes.c_int64], ctypes.c_int64
+    x = torch.randn(4, 64, 28, 28).half().contiguous(memory_format=layout)
+    calls = Calls(x, x.clone(memory_format=torch.preserve_format))
+    for run, tensors in ((calls.forward, 3), (calls.backward, 5)):
+        library.emulated_traffic(0)
+        run()
+        moved = library.emulated_traffic(-1) / (2 * x.numel())
+        assert tensors <= moved < 1.03 * tensors
 
 
 @pytest.fixture

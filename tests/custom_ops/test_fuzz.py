@@ -71,34 +71,27 @@ def random_shape(rng):
     return tuple(int(v) for v in rng.integers(1, limit, size=rank))
 
 
+# Values of each attribute, right and wrong ones; every text may be the name of a group.
+NUMBERS = {
+    "momentum": ([0.0, 0.1, 0.9, 1.0], [-0.1, 1.01, float("nan"), float("inf")]),
+    "eps": ([0.0, 1e-12, 1e-5, 1e-3, 10.0], [-1e-9, float("nan"), float("inf")]),
+    "group": (["", "world", "echo", "broken", "x" * 5000, "näme", 0, -(2**63)], []),
+    "group_size": ([1, 1, 1, 2, 2, 3], [0, -1, 2**40, 2**63 - 1, -(2**63)]),
+    "training_mode": ([0, 1], [2, -1, 2**33]),
+}
+TEXTS, OTHER_TYPES = ["", "EXACT", "mean\0", "\N{SNOWMAN}"], [[1, 2], ["a"], [0.5]]
+
+
 def random_attributes(rng, operator):
     """Attributes, and whether a session must refuse them."""
     attributes, refused = {}, False
     for attribute in operator.attributes:
         if rng.random() < 0.45:
             continue
-        name = attribute.name
-        bad = rng.random() < 0.025 and name != "group"  # every text may be the name of a group
-        if name == "momentum":
-            attributes[name] = float(
-                pick(rng, [-0.1, 1.01, float("nan"), float("inf")] if bad else [0.0, 0.1, 0.9, 1.0])
-            )
-        elif name == "eps":
-            attributes[name] = float(
-                pick(rng, [-1e-9, float("nan"), float("inf")] if bad else [0.0, 1e-12, 1e-5, 1e-3, 10.0])
-            )
-        elif name == "group":
-            attributes[name] = pick(rng, ["", "world", "echo", "broken", "x" * 5000, "näme", 0, -(2**63)])
-        elif name == "group_size":
-            attributes[name] = int(pick(rng, [0, -1, 2**40, 2**63 - 1, -(2**63)] if bad else [1, 1, 1, 2, 2, 3]))
-        elif name == "training_mode":
-            attributes[name] = int(pick(rng, [2, -1, 2**33] if bad else [0, 1]))
-        else:
-            attributes[name] = pick(rng, ["", "EXACT", "mean\0", "\N{SNOWMAN}"] if bad else list(attribute.allowed))
-        refused |= bad
-        if rng.random() < 0.01:  # another type altogether
-            attributes[name] = pick(rng, [[1, 2], ["a"], [0.5]])
-            refused = True
+        right, wrong = NUMBERS.get(attribute.name, (attribute.allowed, TEXTS))
+        is_wrong, is_other = bool(wrong) and rng.random() < 0.025, rng.random() < 0.01
+        attributes[attribute.name] = pick(rng, OTHER_TYPES if is_other else wrong if is_wrong else right)
+        refused |= is_wrong or is_other
     return attributes, refused
 
 
@@ -120,68 +113,52 @@ class Case:
             values = rng.normal(size=C)
             return (np.abs(values) + 0.1 if positive else values).astype(S)
 
-        data = np.asarray(rng.normal(size=self.shape) * self.std + self.mean).astype(T)
+        data, dy = rng.normal(size=self.shape) * self.std + self.mean, rng.normal(size=self.shape)
+        data, dy = np.asarray(data).astype(T), np.asarray(dy).astype(T)
         self.fails = self.refused or len(self.shape) < 2
+        given, names, required = (
+            (FORWARD_INPUTS, FORWARD_OUTPUTS, (0,)) if self.forward else (GRAD_INPUTS, GRAD_OUTPUTS, (0, 1, 3, 4))
+        )
+        self.inputs = [name if i in required or rng.random() < 0.8 else "" for i, name in enumerate(given)]
+        self.outputs = [name if rng.random() < 0.75 else "" for name in names]
+        training = exchanges = self.attributes.get("training_mode", 1) == 1
         if self.forward:
-            self.inputs = [n if i == 0 or rng.random() < 0.8 else "" for i, n in enumerate(FORWARD_INPUTS)]
-            self.outputs = [n if i == 0 or rng.random() < 0.7 else "" for i, n in enumerate(FORWARD_OUTPUTS)]
+            self.outputs[0] = "output"
             arrays = (data, statistic(), statistic(True), statistic(), statistic())
-            self.feeds = dict(zip(FORWARD_INPUTS, arrays, strict=True))
-            training = self.attributes.get("training_mode", 1)
-            self.fails |= not training and not (self.inputs[1] and self.inputs[2])
-            self.fails |= bool(self.outputs[1] and not self.inputs[1]) or bool(self.outputs[2] and not self.inputs[2])
-            exchanges = training == 1
+            self.fails |= not training and not all(self.inputs[1:3])
+            self.fails |= any(self.outputs[i] and not self.inputs[i] for i in (1, 2))
         else:
-            self.inputs = [n if i != 2 or rng.random() < 0.8 else "" for i, n in enumerate(GRAD_INPUTS)]
-            self.outputs = [n if n and rng.random() < 0.8 else "" for n in GRAD_OUTPUTS]
-            if not any(self.outputs):
-                self.outputs[0] = "grad_input"
+            self.outputs[0] = self.outputs[0] or ("" if any(self.outputs) else "grad_input")
+            arrays = (dy, data, statistic(), statistic(), statistic(True))
+            exchanges = training or self.attributes.get("grad_reduction", "local") != "local"
             if rng.random() < 0.02:
-                self.outputs[1] = "surplus"
-                self.fails = True
-            dy = np.asarray(rng.normal(size=self.shape)).astype(T)
-            self.feeds = dict(zip(GRAD_INPUTS, (dy, data, statistic(), statistic(), statistic(True)), strict=True))
-            exchanges = (
-                self.attributes.get("training_mode", 1) == 1
-                or self.attributes.get("grad_reduction", "local") != "local"
-            )
-        while self.inputs and not self.inputs[-1]:
-            self.inputs.pop()
-        while self.outputs and not self.outputs[-1]:
-            self.outputs.pop()
+                self.outputs[1], self.fails = "surplus", True
+        self.feeds = dict(zip(given, arrays, strict=True))
+        for names in (self.inputs, self.outputs):
+            while names and not names[-1]:
+                names.pop()
         self.group_size = self.attributes.get("group_size", 1)
         if self.group_size != 1 and exchanges:
             self.fails |= not (self.attributes.get("group", "") == "echo" and self.group_size == 2)
-        used = [n for n in self.inputs if n and self.feeds[n].shape == (C,) and n not in ("input", "grad_output")]
+        used = [name for name in self.inputs if name and name not in ("input", "grad_output")]
         if used and rng.random() < 0.04:  # a statistic of another length
-            name = pick(rng, used)
-            self.feeds[name] = np.ones(C + int(pick(rng, [-1, 1, 5])) if C else 2, S)
+            self.feeds[pick(rng, used)] = np.ones(C + int(pick(rng, [-1, 1, 5])) if C else 2, S)
             self.fails = True
         if not self.forward and rng.random() < 0.03 and len(self.shape) > 1 and data.size:
-            self.feeds["grad_output"] = self.feeds["grad_output"][:-1]
+            self.feeds["grad_output"] = dy[:-1]
             self.fails = True
         self.feeds = {name: self.feeds[name] for name in self.inputs if name}
 
     def model(self):
-        return node_model(
-            self.operator,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            dtype=self.dtype,
-            domain=self.domain,
-            ranks=len(self.shape),
-            **self.attributes,
-        )
+        ends = {"inputs": self.inputs, "outputs": self.outputs, "ranks": len(self.shape)}
+        return node_model(self.operator, **ends, dtype=self.dtype, domain=self.domain, **self.attributes)
 
     def attribute(self, name):
         value = self.attributes.get(name, self.operator.attribute(name).default)
         return float(np.float32(value)) if isinstance(value, float) else value
 
     def check(self, got):
-        if self.forward:
-            self.check_forward(got)
-        else:
-            self.check_backward(got)
+        self.check_forward(got) if self.forward else self.check_backward(got)
 
     def check_forward(self, got):
         feeds, training = self.feeds, self.attribute("training_mode")
@@ -220,9 +197,7 @@ def run_case(seed: int) -> bool:
         got = run(session(case.model(), threads=case.threads), case.feeds)
     except Exception as error:
         assert case.fails, f"case {SEED}/{seed}: must run, but: {error}\n{case}"
-        assert case.operator.name in str(error), (
-            f"case {SEED}/{seed}: the message does not name the operator: {error}\n{case}"
-        )
+        assert case.operator.name in str(error), f"case {SEED}/{seed}: without the operator's name: {error}\n{case}"
         return False
     assert not case.fails, f"case {SEED}/{seed}: must fail, but ran\n{case}"
     try:

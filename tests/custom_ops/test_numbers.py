@@ -12,13 +12,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import helper
 
 from benchmarks.gpu.calls import Calls
 from bnexport.native import capi
 from bnexport.sync_bn import kernels, operators
 from tests.support import kernel_reference as reference
-from tests.support.node_models import ELEMENT_TYPES, forward_model, grad_model, run, session
+from tests.support.node_models import forward_model, grad_model, run, session
+from tests.support.onnx_text import model
 
 LOCAL = ("", 1, "exact", "local", 0)
 ENGINES = ("kernels", "torch", "node", "cuda")
@@ -336,10 +336,21 @@ def test_same_bits_for_any_number_of_threads_of_onnx_runtime(dtype):
             "grad_output": dy,
             **dict.fromkeys((*VECTORS, "saved_mean", "saved_invstd"), np.ones(shape[1], S)),
         }
-        for model in (forward_model(dtype=dtype), grad_model(dtype=dtype)):
-            first, *others = (run(session(model, threads=threads), feeds) for threads in (1, 2, 3, 5))
+        for made in (forward_model(dtype=dtype), grad_model(dtype=dtype)):
+            first, *others = (run(session(made, threads=threads), feeds) for threads in (1, 2, 3, 5))
             for name, value in first.items():
                 assert all(value.tobytes() == other[name].tobytes() for other in others), f"{name} {shape}"
+
+
+STEP = """
+step (float[4,3,6,6] x, float[4,3,6,6] t) => (float[3] new, float[4,3,6,6] dx) {
+    [bn] y, m_, v_, mean, invstd = mmcv.MMCVSyncBatchNorm (x, , , w, b)
+    dy = Sub (y, t)
+    [g] dx, m, v, dw, db = mmcv.MMCVSyncBatchNormGrad (dy, x, w, mean, invstd)
+    step = Mul (dw, rate)
+    new = Sub (w, step)
+}
+"""
 
 
 def test_in_a_plain_training_graph():
@@ -347,27 +358,13 @@ def test_in_a_plain_training_graph():
     rng = np.random.default_rng(6)
     x, target = rng.normal(size=(2, 4, 3, 6, 6)).astype(np.float32)
     weight, bias = rng.normal(size=(2, 3)).astype(np.float32)
-    forward, backward = (["x", "", "", "w", "b"], ["y", "", "", "mean", "invstd"]), ["dx", "", "", "dw", "db"]
-    nodes = [
-        helper.make_node("MMCVSyncBatchNorm", *forward, name="bn", domain="mmcv"),
-        helper.make_node("Sub", ["y", "t"], ["dy"]),
-        helper.make_node(
-            "MMCVSyncBatchNormGrad", ["dy", "x", "w", "mean", "invstd"], backward, name="g", domain="mmcv"
-        ),
-        helper.make_node("Mul", ["dw", "rate"], ["step"]),
-        helper.make_node("Sub", ["w", "step"], ["w.new"]),
-    ]
-    values = {"x": x, "t": target, "w": weight, "b": bias, "rate": np.array(0.01, np.float32)}
-
-    def info(name, value):
-        return helper.make_tensor_value_info(name, ELEMENT_TYPES["float32"], value.shape)
-
-    ends = [info(name, value) for name, value in values.items()], [info("w.new", weight), info("dx", x)]
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)]
-    model = helper.make_model(helper.make_graph(nodes, "step", *ends), opset_imports=opsets, ir_version=8)
-    onnx.checker.check_model(model)
-    got = run(model.SerializeToString(), values)
+    values = {"w": weight, "b": bias, "rate": np.array(0.01, np.float32)}
+    made = model(STEP, values=values, header='<ir_version: 8, opset_import: ["": 17, "mmcv": 1]>')
+    for node in made.graph.node:  # the text has no empty names of outputs
+        node.output[:] = ["" if name in ("m_", "v_", "m", "v") else name for name in node.output]
+    onnx.checker.check_model(made)
+    got = run(made.SerializeToString(), {"x": x, "t": target})
     want = reference.forward(x, weight, bias, eps=EPS)
     gradient = reference.backward(want.output - target, x, weight, want.mean, want.invstd)
-    np.testing.assert_allclose(got["w.new"], weight - 0.01 * gradient.grad_weight, rtol=1e-5)
+    np.testing.assert_allclose(got["new"], weight - 0.01 * gradient.grad_weight, rtol=1e-5)
     np.testing.assert_allclose(got["dx"], gradient.grad_input, rtol=1e-4, atol=1e-5)

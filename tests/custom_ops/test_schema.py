@@ -1,5 +1,7 @@
 """The library's own operator table against the contract in bnexport/schema.py."""
 
+import dataclasses
+
 import pytest
 
 from bnexport import schema
@@ -27,22 +29,11 @@ def test_matches_contract(described, operator):
     for variant in ours["variants"]:
         assert variant["S"] == ("double" if variant["T"] == "double" else "float")
     for direction in ("inputs", "outputs"):
-        expected = [
-            {"name": value.name, "type": value.type, "optional": value.optional}
-            for value in getattr(operator, direction)
-        ]
-        assert ours[direction] == expected
-    expected = [
-        {
-            "name": attribute.name,
-            "kind": attribute.kind.value,
-            "default": attribute.default,
-            "required": attribute.required,
-            "allowed": list(attribute.allowed) if attribute.allowed else None,
-        }
-        for attribute in operator.attributes
-    ]
-    assert ours["attributes"] == expected
+        values = getattr(operator, direction)
+        assert ours[direction] == [{"name": it.name, "type": it.type, "optional": it.optional} for it in values]
+    for attribute, expected in zip(ours["attributes"], operator.attributes, strict=True):
+        described = dataclasses.asdict(expected) | {"kind": expected.kind.value}
+        assert attribute | {"doc": expected.doc} == described | {"allowed": list(expected.allowed or ()) or None}
 
 
 def test_enums_follow_the_contract():

@@ -1,6 +1,7 @@
 // The CUDA library on the emulated device: with cuda_capi.cpp it has the same C API, and host memory is its
 // device memory. The loader and the verification of the benchmark are tested with it.
 #include <cstring>
+#include <utility>
 
 #include "../../../custom_ops/kernels/cuda/kernels.h"
 #include "emulated_launcher.h"
@@ -22,6 +23,11 @@ EmulatedLauncher launcher;
 // The device refuses every kernel; has that many multiprocessors. For tests.
 extern "C" __attribute__((visibility("default"))) void emulated_refuse(bool refuses) { has_kernels = !refuses; }
 extern "C" __attribute__((visibility("default"))) void emulated_resize(int64_t count) { multiprocessor_count = count; }
+
+// Counts bytes from now on, or for a negative value no more; returns those counted so far.
+extern "C" __attribute__((visibility("default"))) int64_t emulated_traffic(int64_t from) {
+  return std::exchange(emulator::traffic, from);
+}
 
 int runtime_version() { return 12090; }
 int device_count() { return 1; }

@@ -7,11 +7,9 @@ namespace bnexport::cuda {
 
 struct EmulatedLauncher {
   uint32_t seed = 1;
-  int64_t launches = 0;
 
   template <class Arguments>
   void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments, bool) {
-    ++launches;
     emulator::run(blocks, kSharedBytes, seed++, [&] { kernel(arguments); });
   }
 };

@@ -1,5 +1,5 @@
-// Plans are pure functions: for thousands of shapes, types, layouts and devices, every element belongs to
-// exactly one part, the parts' counts are right, and no plan exceeds what kernels count with.
+// For thousands of shapes, types, layouts and devices the parts' counts are right, and no plan exceeds what kernels
+// count with. That every element belongs to exactly one part, the kernels on the emulated device show.
 #include "../../../custom_ops/kernels/cuda/launch_plan.h"
 
 #include <random>
@@ -18,51 +18,6 @@ namespace {
 constexpr int64_t kDevices[] = {1, 6, 14, 40, 84, 108, 132, 148, 192};  // multiprocessors
 
 int64_t size_of(int32_t dtype) { return dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2; }
-
-template <int width, bool whole>
-void mark_rows(const LaunchPlan& plan, const Rows& rows, int64_t c, std::vector<unsigned char>& times) {
-  for (int64_t part = 0; part < plan.parts; ++part) {
-    const Range range = part_of_slab(rows, c, part, plan.part_length);
-    CHECK(range.end - range.begin <= plan.part_length);
-    for (uint32_t index = range.begin; index < range.end; ++index) {
-      const Unit unit = unit_of_slab<width, whole>(rows, range, index);
-      CHECK(unit.span.count() == 0 || unit.offset % width == 0);
-      CHECK(unit.span.begin >= 0 && unit.span.count() >= 0 && unit.span.end <= width);
-      for (int k = unit.span.begin; k < unit.span.end; ++k) ++times[static_cast<size_t>(unit.offset + k)];
-    }
-  }
-}
-
-template <int width>
-void mark(const LaunchPlan& plan, const Rows& rows, int64_t c, std::vector<unsigned char>& times) {
-  plan.whole ? mark_rows<width, true>(plan, rows, c, times) : mark_rows<width, false>(plan, rows, c, times);
-}
-
-void check_cover(const Problem& p, const LaunchPlan& plan) {
-  std::vector<unsigned char> times(static_cast<size_t>(p.N * p.C * p.S));
-  if (plan.columns) {
-    const int64_t R = p.N * p.S;
-    for (int64_t part = 0; part < plan.parts; ++part) {
-      for (int64_t row = part * plan.part_length; row < (part + 1) * plan.part_length && row < R; ++row) {
-        for (int64_t column = 0; column < plan.tiles * plan.lanes * plan.width && column < p.C; ++column) {
-          ++times[static_cast<size_t>(row * p.C + column)];
-        }
-      }
-    }
-  } else {
-    const Rows rows(p.N, p.C, p.S, plan.width);
-    for (int64_t c = 0; c < p.C; ++c) {
-      CHECK(plan.whole == (p.S % plan.width == 0));
-      plan.width == 1   ? mark<1>(plan, rows, c, times)
-      : plan.width == 4 ? mark<4>(plan, rows, c, times)
-                        : mark<8>(plan, rows, c, times);
-      for (int64_t n = 0; n < p.N; ++n) {  // a channel takes its own rows and no others
-        for (int64_t s = 0; s < p.S; ++s) CHECK(times[static_cast<size_t>((n * p.C + c) * p.S + s)] == 1);
-      }
-    }
-  }
-  for (const unsigned char count : times) CHECK(count == 1);
-}
 
 void check_limits(const Problem& p, const LaunchPlan& plan) {
   const int64_t elements = p.N * p.C * p.S;
@@ -92,7 +47,7 @@ void check_limits(const Problem& p, const LaunchPlan& plan) {
 
 int64_t plans = 0;
 
-void check_problem(Problem p, bool cover) {
+void check_problem(Problem p) {
   for (int32_t dtype = 0; dtype < 4; ++dtype) {
     for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
       for (const int64_t device : kDevices) {
@@ -103,7 +58,6 @@ void check_problem(Problem p, bool cover) {
           const LaunchPlan plan = launch_plan(p, device);
           ++plans;
           check_limits(p, plan);
-          if (cover) check_cover(p, plan);
         }
       }
     }
@@ -113,10 +67,9 @@ void check_problem(Problem p, bool cover) {
 void test_small() {
   for (const int64_t N : {1, 3, 17}) {
     for (const int64_t C : {1, 3, 8}) {
-      for (const int64_t S : {1, 2, 7, 8, 9, 16, 49, 100, 1000}) check_problem({N, C, S}, N * C * S < 3000);
+      for (const int64_t S : {1, 2, 7, 8, 9, 16, 49, 100, 1000}) check_problem({N, C, S});
     }
   }
-  check_problem({2, 1, 9001}, true);  // rows of several parts
 }
 
 void test_random() {
@@ -124,14 +77,14 @@ void test_random() {
   const auto up_to = [&](double log2) {
     return static_cast<int64_t>(std::exp2(log2 * static_cast<double>(random() % 1000) / 1000));
   };
-  for (int i = 0; i < 300; ++i) check_problem({up_to(12), up_to(14), up_to(18)}, false);
+  for (int i = 0; i < 300; ++i) check_problem({up_to(12), up_to(14), up_to(18)});
 }
 
 void test_extreme() {
   for (const Problem& p : {Problem{1, 1, kLongestRow}, Problem{1 << 20, 1, 1 << 20}, Problem{3, kMostChannels, 1},
                            Problem{1, kMostChannels, 2}, Problem{1 << 29, 1 << 14, 1}, Problem{0, 7, 9},
                            Problem{7, 0, 9}, Problem{7, 9, 0}, Problem{int64_t{1} << 40, 1, 1}}) {
-    check_problem(p, false);
+    check_problem(p);
   }
 }
 
