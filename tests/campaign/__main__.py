@@ -5,7 +5,6 @@ in build/. Fails where a case of this run is bad.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -15,9 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import bnexport
@@ -91,10 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--again", default="", help="verdicts to run again, such as wrong,refused, or all")
     made.add_argument("--ways", help="ways to go, of those that the campaign has")
     made.add_argument("--minutes", type=float, default=1e6, help="start no case after so many")
-    made.add_argument("--workers", type=int, default=1, help="cases at a time")
     made.add_argument("--report", action="store_true", help="run nothing: verdicts, and the page from the rows")
     made.add_argument("--results", type=Path, help="another file of rows")
-    made.add_argument("--python", help="an interpreter that has the libraries, instead of one in build/")
     return made
 
 
@@ -118,26 +114,16 @@ def choose(campaign: Campaign, options: argparse.Namespace, rows: dict[str, Row]
 
 def run(campaign: Campaign, options: argparse.Namespace, rows: dict[str, Row], chosen: dict[str, list[str]]) -> None:
     """Run cases, and keep the row of each at once, in `rows` and in the file; print its line."""
-    python = options.python or (environment.python(campaign.environment) if campaign.environment else sys.executable)
-    end, lock = time.time() + 60 * options.minutes, threading.Lock()
-
-    def work(queue: Iterator[tuple[str, list[str]]]) -> None:
-        worker = Worker(str(python), campaign.trial)
-        while time.time() < end:
-            with lock:
-                name, ways = next(queue, ("", []))
-            if not name:
-                break
-            row = worker.row(name, ways)
-            with lock:
-                rows[name] = joined(rows.get(name, {}), row) if campaign.ways else row
-                campaign.save({**campaign.load(), name: rows[name]})
-                print(campaign.line(rows[name]), flush=True)
-        worker.close()
-
-    queue = iter(chosen.items())
-    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(work, [queue] * options.workers))
+    python = environment.python(campaign.environment) if campaign.environment else sys.executable
+    worker, end = Worker(str(python), campaign.trial), time.time() + 60 * options.minutes
+    for name, ways in chosen.items():
+        if time.time() >= end:
+            break
+        row = worker.row(name, ways)
+        rows[name] = joined(rows.get(name, {}), row) if campaign.ways else row
+        campaign.save({**campaign.load(), name: rows[name]})
+        print(campaign.line(rows[name]), flush=True)
+    worker.close()
 
 
 def joined(before: Row, row: Row) -> Row:

@@ -53,6 +53,17 @@ def windows(x: torch.Tensor) -> torch.Tensor:
     return x.view(n, c, h // 4, 4, w // 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(-1, c, 4, 4)
 
 
+def patches(x: torch.Tensor) -> torch.Tensor:
+    """Attention between patches of 2 x 2 of an image that is resized to a multiple of them, and back, as in MobileViT."""
+    n, c, h, w = x.shape
+    rows, columns = (h + 1) // 2, (w + 1) // 2
+    y = F.interpolate(x, size=(2 * rows, 2 * columns), mode="bilinear")
+    y = y.reshape(n * c * rows, 2, columns, 2).transpose(1, 2).reshape(n, c, rows * columns, 4)
+    y = (y @ y.transpose(-1, -2)).softmax(-1) @ y
+    y = y.reshape(n * c * rows, columns, 2, 2).transpose(1, 2).reshape(n, c, 2 * rows, 2 * columns)
+    return F.interpolate(y, size=(h, w), mode="bilinear")
+
+
 def pad_to_multiple(x: torch.Tensor) -> torch.Tensor:
     h, w = x.shape[2:]
     return F.pad(x, (0, (4 - w % 4) % 4, 0, (4 - h % 4) % 4))
@@ -188,6 +199,9 @@ CASES = {
     "standard deviation": Case(lambda x: x.std((2, 3))),
     "larger side": Case(lambda x: x / max(x.shape[2], x.shape[3]), {"torchscript": (IMAGE, "differs from torch")}),
     "windows": Case(windows),
+    "patches": Case(patches),
+    "shuffled channels": Case(lambda x: x.view(x.shape[0], 2, 2, *x.shape[2:]).transpose(1, 2).reshape(x.shape)),
+    "split attention": Case(lambda x: (x.unflatten(1, (2, 2)) * x.mean((2, 3)).view(-1, 2, 2, 1, 1).softmax(1)).sum(1)),
     "pad to a multiple": Case(pad_to_multiple),
     "same padding": Case(same_padding),
     "half of what is above 9": Case(lambda x: F.pad(x, (0, 8 + (x.shape[2] - 9) // 2))),

@@ -24,8 +24,6 @@ CASES = (
     "timm_networks.the_stand_ins_have_the_attributes_of_the_classes",
     "model_names.a_model_of_each_library",
     "model_names.mmcvs_own_class_needs_no_group",
-    "model_names.one_line_says_what_is_wrong",
-    "model_names.a_checkpoint_of_another_network",
     "pages.mmsegmentation",
     "pages.timm",
     "pages.mmdetection",

@@ -25,7 +25,7 @@ def run(page: Path, folder: Path, kernels: bool) -> None:
     programs = Path("bin")
     programs.mkdir()
     command = programs / "bnexport"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -W ignore -m tests.frameworks.command "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -W ignore -m tests.frameworks.stand_ins "$@"\n')
     command.chmod(0o755)
     path = os.pathsep.join((str(programs.resolve()), os.environ["PATH"]))
     session: dict[str, Any] = {"__name__": "__main__"}

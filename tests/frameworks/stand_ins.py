@@ -1,4 +1,7 @@
-"""Makes packages whose compiled parts do not fit a CPU build of torch importable."""
+"""Makes packages whose compiled parts do not fit a CPU build of torch importable.
+
+`python -m tests.frameworks.stand_ins ARGUMENTS` is bnexport's command line with them.
+"""
 
 import sys
 import types
@@ -101,3 +104,11 @@ def backward_data(
     count = grad_output.numel() // grad_output.shape[1]
     inner = grad_output.float() - (_row(grad_bias) + norm * _row(grad_weight)) / count
     grad_input.copy_(inner * _row(weight / std))
+
+
+if __name__ == "__main__":
+    from bnexport.cli import main
+
+    install()
+    sys.argv[0] = "bnexport"
+    sys.exit(main())

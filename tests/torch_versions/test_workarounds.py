@@ -79,25 +79,19 @@ def half(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, : int(x.shape[2] / 2)]
 
 
-def test_symbolic_int(tmp_path: Path) -> None:
-    small, large = image(2, 3, 8, 8), image(2, 3, 12, 8)
-    assert not is_right(Function(half), small, tmp_path / "m.onnx", large, dynamo=False, axes=(2,))
+SIZES = {
+    "symbolic int": (Function(half), (8, 8), (12, 8), (2,)),
+    "average pooling": (nn.AdaptiveAvgPool2d(3), (7, 8), (10, 11), (2, 3)),
+    "maximum pooling": (nn.AdaptiveMaxPool2d(3), (7, 8), (10, 11), (2, 3)),
+    "linspace of one": (Function(lambda x: x + torch.linspace(-1, 1, x.shape[2])[:, None]), (4, 4), (1, 4), (2,)),
+    "floor divide": (Function(lambda x: x[:, :, : -(-x.shape[2] // 2)]), (4, 4), (5, 4), (2,)),
+}
 
 
-@pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(3), nn.AdaptiveMaxPool2d(3)], ids=["average", "maximum"])
-def test_adaptive_pooling(pool: nn.Module, tmp_path: Path) -> None:
-    small, large = image(2, 3, 7, 8), image(2, 3, 10, 11)
-    assert not is_right(pool, small, tmp_path / "m.onnx", large, dynamo=False, axes=(2, 3))
-
-
-def test_linspace_of_one(tmp_path: Path) -> None:
-    rows = Function(lambda x: x + torch.linspace(-1, 1, x.shape[2])[:, None])
-    assert not is_right(rows, image(2, 3, 4, 4), tmp_path / "m.onnx", image(2, 3, 1, 4), dynamo=False, axes=(2,))
-
-
-def test_floor_divide(tmp_path: Path) -> None:
-    rows = Function(lambda x: x[:, :, : -(-x.shape[2] // 2)])
-    assert not is_right(rows, image(2, 3, 4, 4), tmp_path / "m.onnx", image(2, 3, 5, 4), dynamo=False, axes=(2,))
+@pytest.mark.parametrize("name", SIZES)
+def test_another_size(name: str, tmp_path: Path) -> None:
+    module, size, other, axes = SIZES[name]
+    assert not is_right(module, image(2, 3, *size), tmp_path / "m.onnx", image(2, 3, *other), dynamo=False, axes=axes)
 
 
 @needs_dynamo

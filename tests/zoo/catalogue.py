@@ -157,33 +157,20 @@ _MMSEG_OWN = (
     ("erfnet/erfnet_fcn_4xb4-160k_cityscapes-512x1024.py", {}),
 )
 
-_MMPRETRAIN = (
-    "resnet/resnet18_8xb32_in1k.py",
-    "mobilenet_v2/mobilenet-v2_8xb32_in1k.py",
-    "mobilenet_v3/mobilenet-v3-small-050_8xb128_in1k.py",
-    "shufflenet_v1/shufflenet-v1-1x_16xb64_in1k.py",
-    "shufflenet_v2/shufflenet-v2-1x_16xb64_in1k.py",
-    "repvgg/repvgg-A0_8xb32_in1k.py",
-    "mobileone/mobileone-s0_8xb32_in1k.py",
-    "regnet/regnetx-400mf_8xb128_in1k.py",
-    "seresnet/seresnet50_8xb32_in1k.py",
-    "res2net/res2net50-w14-s8_8xb32_in1k.py",
-    "van/van-tiny_8xb128_in1k.py",
-    "levit/levit-128s_8xb256_in1k.py",
-    "efficientnet/efficientnet-b0_8xb32_in1k.py",
-    "repmlp/repmlp-base_8xb64_in1k.py",
-    "cspnet/cspresnet50_8xb32_in1k.py",
-)
+_MMPRETRAIN = """
+resnet/resnet18_8xb32_in1k.py mobilenet_v2/mobilenet-v2_8xb32_in1k.py
+mobilenet_v3/mobilenet-v3-small-050_8xb128_in1k.py shufflenet_v1/shufflenet-v1-1x_16xb64_in1k.py
+shufflenet_v2/shufflenet-v2-1x_16xb64_in1k.py repvgg/repvgg-A0_8xb32_in1k.py mobileone/mobileone-s0_8xb32_in1k.py
+regnet/regnetx-400mf_8xb128_in1k.py seresnet/seresnet50_8xb32_in1k.py res2net/res2net50-w14-s8_8xb32_in1k.py
+van/van-tiny_8xb128_in1k.py levit/levit-128s_8xb256_in1k.py efficientnet/efficientnet-b0_8xb32_in1k.py
+repmlp/repmlp-base_8xb64_in1k.py cspnet/cspresnet50_8xb32_in1k.py
+"""
 
-_MMDET = (
-    ("rtmdet/rtmdet_tiny_8xb32-300e_coco.py", {}),
-    ("yolox/yolox_tiny_8xb8-300e_coco.py", {}),
-    ("retinanet/retinanet_r18_fpn_1x_coco.py", {}),
-    ("fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py", {}),
-    ("yolo/yolov3_mobilenetv2_8xb24-320-300e_coco.py", {}),
-    ("centernet/centernet_r18_8xb16-crop512-140e_coco.py", {}),
-    ("gfl/gfl_r50_fpn_1x_coco.py", {}),
-)
+_MMDET = """
+rtmdet/rtmdet_tiny_8xb32-300e_coco.py yolox/yolox_tiny_8xb8-300e_coco.py retinanet/retinanet_r18_fpn_1x_coco.py
+fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py yolo/yolov3_mobilenetv2_8xb24-320-300e_coco.py
+centernet/centernet_r18_8xb16-crop512-140e_coco.py gfl/gfl_r50_fpn_1x_coco.py
+"""
 
 _ULTRALYTICS = """
 yolov8n yolov8n-seg yolov8n-cls yolov8n-pose yolov5n yolo11n yolo12n yolov10n yolov9t yolov6n yolov3-tiny yolov8-ghost yolov8n-p2
@@ -212,8 +199,8 @@ def entries() -> list[Entry]:
             *(_sized(Entry("mmseg", name, "SyncBN", options=options)) for name, options in _MMSEG),
             *(Entry("mmseg", name, "MMSyncBN", options=options) for name, options in _MMSEG_OWN),
         ],
-        [_sized(Entry("mmpretrain", name, "SyncBN")) for name in _MMPRETRAIN],
-        [Entry("mmdet", name, "SyncBN", options=options) for name, options in _MMDET],
+        [_sized(Entry("mmpretrain", name, "SyncBN")) for name in _MMPRETRAIN.split()],
+        [Entry("mmdet", name, "SyncBN") for name in _MMDET.split()],
         [Entry("ultralytics", f"{name}.yaml", "torch") for name in _ULTRALYTICS.split()],
     ]
     ranked = [((index + 0.5) / len(group), entry) for group in groups for index, entry in enumerate(group)]

@@ -1,15 +1,20 @@
-"""The zoo notices what it is there for, and its page is its result."""
+"""Both zoos notice what they are there for, and their pages are their results."""
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from torch import nn
 
 from tests.support.onnx_text import model
 from tests.zoo import catalogue, page
+from tests.zoo.training import networks
+from tests.zoo.training import page as training
+from tests.zoo.training.trial import judged
 from tests.zoo.trial import Trial
 
 FILES = {
@@ -67,10 +72,13 @@ def test_the_catalogue() -> None:
     assert all(entry.shape not in entry.others and entry.others for entry in entries)
 
 
-def test_the_page_is_its_result() -> None:
-    results = json.loads(page.RESULTS.read_text())
-    assert set(results) <= {entry.name for entry in catalogue.entries()}
-    assert page.PAGE.read_text() == page.render(results), "run `python -m tests.campaign zoo --report`"
+@pytest.mark.parametrize("module", [page, training], ids=["exports", "training"])
+def test_the_page_is_its_result(module: ModuleType) -> None:
+    results = json.loads(module.RESULTS.read_text())
+    assert set(results) <= set(module.CAMPAIGN.cases())
+    assert module.PAGE.read_text() == module.render(results), (
+        "run `python -m tests.campaign` zoo or zoo-training --report"
+    )
 
 
 def test_nothing_is_wrong() -> None:
@@ -94,3 +102,54 @@ def test_a_way_that_takes_too_long_is_stopped(trial: Trial) -> None:
 def test_a_conversion_that_drops_an_activation_is_seen(trial: Trial) -> None:
     assert trial.changed(nn.ReLU()) == 0
     assert trial.changed(nn.Identity()) > 0.1
+
+
+# Training steps.
+
+OWN, JUMP = [1e-6, 1e-6, 1e-8, 1e-8], [1e-3, 1e-6, 1e-8, 1e-8]
+
+
+def test_each_architecture_is_there_once() -> None:
+    found = networks.networks()
+    assert len(found) >= 250 and len({network.name for network in found}) == len(found)
+    assert {network.optimizer for network in found} == {"sgd", "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("errors", "followed", "expected"),
+    [
+        ([OWN] * 3, [], "right"),
+        ([OWN, OWN, JUMP], [], "right"),
+        ([OWN, JUMP, JUMP], [], "wrong"),
+        ([OWN, JUMP, JUMP], [[1e-6, 1e-6]] * 3, "right"),
+        ([JUMP] * 3, [[1e-3, 1e-6]] * 3, "wrong"),
+        ([JUMP] * 3, [[float("nan"), 1e-6]] * 3, "wrong"),
+        ([[1e-6, 1e-6, 1e-3, 1e-8]] * 3, [], "wrong"),
+        ([[1e-6, 1e-6, 1e-3, 1e-8]] * 3, [[1e-6, 1e-6]] * 3, "wrong"),
+        ([[float("nan")] * 4] * 3, [], "wrong"),
+    ],
+)
+def test_verdicts_of_steps(errors: list[list[float]], followed: list[list[float]], expected: str) -> None:
+    assert judged(errors, followed) == expected
+
+
+def test_losses() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5), torch.tensor([1, 4])
+    plain = torch.nn.functional.cross_entropy(logits, labels)
+    assert torch.isclose(networks.classification(logits, labels, 0.0), plain)
+    assert torch.isclose(networks.classification((logits, logits), labels, 0.0), 1.4 * plain)
+    small, ignored = torch.randn(2, 5, 2, 2), torch.full((2, 4, 4), networks.IGNORED)
+    ignored[0, 0, 0] = 3
+    expected = torch.nn.functional.interpolate(small, (4, 4), mode="bilinear").log_softmax(1)[0, 3, 0, 0]
+    assert torch.isclose(networks.segmentation(small, ignored), -expected)
+    maps = [torch.randn(2, 3, 2, 2), torch.randn(2, 3, 1, 1)]
+    assert networks.detection([torch.zeros(2, 7), *maps], torch.zeros(2, 15)) == networks.detection(
+        maps, torch.zeros(2, 15)
+    )
+
+
+def test_no_step_is_silently_wrong() -> None:
+    for result in json.loads(training.RESULTS.read_text()).values():
+        assert training.verdict(result) != "wrong", result["name"]
+        assert "passed" not in result["ways"].get("faults", {}).get("found", {}).values(), result["name"]

@@ -136,10 +136,10 @@ class Trial(Ways):
             session.load_checkpoint(folder / "step.safetensors")
             batch = self._batch(task, seed)
             loss = session.step([tensor.numpy() for tensor in batch])
-            states = {"ours": {**_state_of(session, folder), "loss": np.array(loss)}}
-            for key, dtype in (("float32", torch.float32), ("float64", torch.float64)):
-                states[key] = self._torch(task, initial, batch, dtype)
-            found.append(self._errors(states, worst))
+            states = {key: self._torch(task, initial, batch, getattr(torch, key)) for key in ("float32", "float64")}
+            found.append(
+                self._errors({**states, "ours": {**_state_of(session, folder), "loss": np.array(loss)}}, worst)
+            )
         followed = [] if settled(found) else [self._followed(task, session, folder, seed) for seed in range(SEEDS)]
         wrong = [
             (name, float(f"{error:.3g}"), float(f"{allowed:.3g}"))
@@ -162,16 +162,17 @@ class Trial(Ways):
         recorder = Recorder()
         states = _state_of(session, folder), self._torch(task, initial, batch, torch.float32, recorder)
         reached = self._reached(initial, batch), [value.numpy() for value in recorder.values]
-        suffix, errors = _GRADIENTS[self.network.optimizer], []
+        errors = []
         for state, values in zip(states, reached):
             exact = self._torch(task, initial, batch, torch.float64, Follower(values, batch))
-            names = [name for name in exact if name.endswith(suffix)]
-            off, size = (
-                sum(np.square(each).sum() for each in values)
-                for values in ([state[name] - exact[name] for name in names], [exact[name] for name in names])
-            )
-            errors.append(float(np.sqrt(off / max(size, 1e-300))))
+            off, size = self._distances(state, exact), self._distances(None, exact)
+            errors.append(_total(off) / max(_total(size), 1e-300))
         return errors
+
+    def _distances(self, state: Named | None, exact: Named) -> dict[str, float]:
+        """Of each tensor of gradients from float64's; from zero without a state."""
+        names = [name for name in exact if name.endswith(_GRADIENTS[self.network.optimizer])]
+        return {name: float(np.linalg.norm(exact[name] - (0 if state is None else state[name]))) for name in names}
 
     def _torch(
         self,
@@ -189,21 +190,15 @@ class Trial(Ways):
 
     def _errors(self, states: dict[str, Named], worst: dict[str, list[tuple[float, float]]]) -> list[float]:
         """The errors of gradients and loss, ours and float32's; in `worst` each tensor's with what is allowed."""
-        suffix = _GRADIENTS[self.network.optimizer]
         exact = states["float64"]
-        names = [name for name in exact if name.endswith(suffix)]
-        size = float(np.sqrt(sum(np.square(exact[name]).sum() for name in names)))
-        squares = {"ours": 0.0, "float32": 0.0}
-        for name in names:
-            norm = float(np.linalg.norm(exact[name]))
-            each = {key: float(np.linalg.norm(states[key][name] - exact[name])) for key in squares}
-            for key, value in each.items():
-                squares[key] += value**2
-            allowed = max(OWN_ERRORS * each["float32"], OF_A_TENSOR * norm) + OF_ALL * size
-            worst.setdefault(name, []).append((each["ours"], allowed))
+        ours, own, norms = (self._distances(state, exact) for state in (states["ours"], states["float32"], None))
+        size = _total(norms)
+        for name, norm in norms.items():
+            allowed = max(OWN_ERRORS * own[name], OF_A_TENSOR * norm) + OF_ALL * size
+            worst.setdefault(name, []).append((ours[name], allowed))
         loss = exact["loss"]
-        of_loss = [float(abs(states[key]["loss"] - loss) / max(abs(loss), 1e-30)) for key in squares]
-        return [*(float(np.sqrt(value)) / max(size, 1e-300) for value in squares.values()), *of_loss]
+        of_loss = [float(abs(states[key]["loss"] - loss) / max(abs(loss), 1e-30)) for key in ("ours", "float32")]
+        return [*(_total(each) / max(size, 1e-300) for each in (ours, own)), *of_loss]
 
     def _faults(self, task: networks.Task, folder: Path) -> dict[str, Any]:
         """found: what verification says to a step with a wrong gradient, by kind and place."""
@@ -241,6 +236,10 @@ def judged(found: Errors, followed: Errors = ()) -> str:
     _, _, of_loss, own_loss = zip(*found)
     right = settled(found) or bool(followed and settled(followed))
     return "right" if right and statistics.median(of_loss) <= max(OWN_ERRORS * max(own_loss), FLOOR) else "wrong"
+
+
+def _total(norms: dict[str, float]) -> float:
+    return math.hypot(*norms.values())
 
 
 def _state(model: nn.Module) -> Named:
