@@ -573,6 +573,8 @@ def gemm(node: Reading) -> Placed:
     """alpha A' B' + beta C."""
     stored = node.stored(1)
     shape = stored.shape
+    if node.rank(0) not in (None, 2):
+        raise Unrelated("its data are no matrix")
     place = 0 if get_flag(node.node, "transB") else 1
     bias = ZERO
     if node.has(2):
