@@ -1,14 +1,24 @@
-"""LIBRARY:NAME in place of MODULE:FACTORY. The libraries themselves: tests/frameworks/test_model_names.py."""
+"""LIBRARY:NAME in place of MODULE:FACTORY, and --library: models and operators of other projects."""
+
+from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 
+from bnexport.cli import main
 from bnexport.cli.input_options import parse_name
 from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
+from bnexport.native import library
 from tests.support import warm
+from tests.support.onnx_text import model
 
 # As much of timm as a name needs, offline or not.
 TIMM = """
@@ -95,3 +105,45 @@ def test_wrong_names(name, words, timm):
     said = export(timm, name, "o.onnx", code=2)
     assert said.startswith("error: ") and said.count("\n") == 1 and words in said
     assert not os.path.exists(timm / "o.onnx")
+
+
+NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y) { r = them.TheirOwnBatchNorm <training_mode = 0> (x, q_m:3, q_v:3, q_s:3, q_b:3)
+    c = Conv (r, w:4.3.1.1) y = Norm (c, p:4) }"""
+OURS, THEIRS = "MMCVSyncBatchNorm", "TheirOwnBatchNorm"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an operator that nobody knows, and a library that has it: ours with other names."""
+    folder = tmp_path_factory.mktemp("other")
+    onnx.save(model(NET, header='<ir_version: 8, opset_import: ["": 17, "them": 1]>'), folder / "m.onnx")
+    data = Path(library.get_library_path()).read_bytes()
+    assert data.count(b"\0mmcv\0") == 1
+    data = data.replace(b"\0mmcv\0", b"\0them\0").replace(OURS.encode(), THEIRS.encode())
+    (folder / "theirs.so").write_bytes(data)
+    np.save(folder / "x.npy", np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32))
+    assert main(["fold", str(folder / "m.onnx"), str(folder / "f.onnx"), "--method", "local"]) == 0
+    return folder
+
+
+COMMANDS = {
+    "run": "run m.onnx -i x:1,3,2,2",
+    "recalibrate": "recalibrate m.onnx r.onnx -i x:x.npy --overwrite",
+    "statistics": "statistics m.onnx -i x:x.npy",
+    "verify": "verify m.onnx f.onnx -i x:1,3,2,2 --method whole",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_model_that_needs_another_library(files: Path, name: str) -> None:
+    command = [sys.executable, "-m", "bnexport", *COMMANDS[name].split()]
+    without = subprocess.run(command, cwd=files, capture_output=True, text=True, check=False)
+    assert without.returncode in (3, 5)
+    assert "--library PATH" in without.stderr, without.stderr
+    done = subprocess.run([*command, "--library", "theirs.so"], cwd=files, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_library_that_is_not_there(files: Path, call: Callable[..., tuple[int, str, str]]) -> None:
+    assert "--library: absent.so: no such file" in call("run", files / "m.onnx", "--library", "absent.so", code=2)[2]
+    assert "cannot load" in call("run", files / "m.onnx", "--library", files / "x.npy", code=4)[2]
