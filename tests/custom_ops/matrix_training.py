@@ -30,17 +30,19 @@ TRAINED = ("conv_weight", "bn_weight", "bn_bias", "linear_weight", "linear_bias"
 MODEL = """
 <ir_version: 8, opset_import: ["": 17, "mmcv": 1]>
 net (float[N,3,8,8] x) => (float[N,2] y) <float[N,4,8,8] n, float[4] new_mean, float[4] new_var, float[4] m, float[4] i> {
-    [conv] h = Conv <pads = [1, 1, 1, 1]> (x, conv_weight)
-    [bn] n, new_mean, new_var, m, i = mmcv.MMCVSyncBatchNorm <training_mode = 1> (h, bn_mean, bn_var, bn_weight, bn_bias)
-    [relu] a = Relu (n)
-    [pool] p = ReduceMean <axes = [2, 3], keepdims = 0> (a)
-    [linear] y = Gemm <transB = 1> (p, linear_weight, linear_bias)
+    h = Conv <pads = [1, 1, 1, 1]> (x, conv_weight)
+    n, new_mean, new_var, m, i = mmcv.MMCVSyncBatchNorm <training_mode = 1> (h, bn_mean, bn_var, bn_weight, bn_bias)
+    a = Relu (n)
+    p = ReduceMean <axes = [2, 3], keepdims = 0> (a)
+    y = Gemm <transB = 1> (p, linear_weight, linear_bias)
 }
 """
 
 
 def make_model(values: dict[str, np.ndarray]) -> onnx.ModelProto:
     model = onnx.parser.parse_model(MODEL)
+    for node in model.graph.node:
+        node.name = node.op_type
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
     return model
 
