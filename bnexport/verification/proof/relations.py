@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.graph.nodes import get_ints, input_at, required_input
+from bnexport.graph.nodes import get_ints, input_at
 from bnexport.graph.shapes import Shape, Shapes
 from bnexport.verification.proof.sides import ROUNDING, Side
 
@@ -478,9 +478,9 @@ class Reading:
         return form
 
     def fixed(self, index: int) -> ir.Value:
-        """Return a constant operand. Raises Unrelated where it varies."""
-        value = required_input(self.node, index)
-        if not self.side.constants.has(value):
+        """Return a constant operand. Raises Unrelated where it varies, or is absent."""
+        value = input_at(self.node, index)
+        if value is None or not self.side.constants.has(value):
             raise Unrelated(f"an operand of {self.kind} is not constant")
         return value
 
