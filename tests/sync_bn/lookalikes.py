@@ -1,7 +1,5 @@
 """Stand-ins for other packages' batch norms: their class names, modules, attributes and state only."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm

@@ -1,13 +1,12 @@
 """Groups of gloo processes against the closed forms and the joint batch."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
 import os
 import weakref
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +34,46 @@ def _data(shapes, dtype="float64", mean=1.0, seed=0):
     return [torch.tensor(x).to(kind) for x in xs], [torch.tensor(dy).to(kind) for dy in dys]
 
 
+def joint_normalised(xs, stats_mode):
+    """The normalised inputs of the ranks of a group, in operations that autograd differentiates; empty ones included."""
+    counts = [x.shape[0] * x.shape[2] for x in xs]
+    shares = {
+        "exact": [1 / sum(counts)] * len(xs),
+        "default": [1 / (len(xs) * max(n, 1)) for n in counts],
+        "N": [1 / (x.shape[2] * sum(each.shape[0] for each in xs)) for x in xs],
+    }[stats_mode]
+    mean = sum(share * x.sum((0, 2)) for share, x in zip(shares, xs))
+    var = sum(share * ((x - mean[:, None]) ** 2).sum((0, 2)) for share, x in zip(shares, xs))
+    return [(x - mean[:, None]) * (var + 1e-5)[:, None] ** -0.5 for x in xs]
+
+
+@pytest.mark.parametrize("split", [(3, 3), (1, 5, 2), (0, 4, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("stats_mode", STATS_MODES)
+def test_the_closed_forms(split, stats_mode):
+    """Those of tests/support against autograd through the formula of the mode."""
+    xs, dys = _data([(n, 2, 3 if stats_mode == "default" else 3 + rank) for rank, n in enumerate(split)])
+    w, b = torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (*xs, w, b)]
+    ys = [y * w[:, None] + b[:, None] for y in joint_normalised(xs, stats_mode)]
+    *dxs, dw, db = torch.autograd.grad(sum((y * dy).sum() for y, dy in zip(ys, dys)), leaves)
+    values = torch.cat([x.transpose(0, 1).flatten(1) for x in xs], 1).detach()
+    *xs, w, b = (leaf.detach() for leaf in leaves)
+    forward = kernel_reference.group_forward(xs, w, b, np.zeros(2), np.ones(2), stats_mode=stats_mode, momentum=1.0)
+    statistics = forward[0].mean, forward[0].invstd
+    if stats_mode == "exact":
+        np.testing.assert_allclose(forward[0].running_mean, values.mean(1), rtol=1e-11)
+        np.testing.assert_allclose(forward[0].running_var, values.var(1), rtol=1e-11)
+    for reduction, share in (("local", None), ("sum", 1), ("mean", len(split))):
+        options = {"stats_mode": stats_mode, "grad_reduction": reduction}
+        backward = kernel_reference.group_backward(dys, xs, w, *statistics, **options)
+        for rank, result in enumerate(backward):
+            np.testing.assert_allclose(forward[rank].output, ys[rank].detach(), atol=1e-11)
+            np.testing.assert_allclose(result.grad_input, dxs[rank], atol=1e-11)
+        found = [(each.grad_weight, each.grad_bias) for each in backward]
+        for got in [np.sum(found, 0)] if share is None else found:
+            np.testing.assert_allclose(got, torch.stack([dw, db]) / (share or 1), rtol=1e-11)
+
+
 @dataclasses.dataclass(frozen=True)
 class How:
     """A layer and its input; what all tests below leave as it is."""
@@ -54,7 +93,6 @@ OLD = torch.tensor([0.5, -1.0, 0.25], dtype=torch.float64), torch.tensor([2.0, 0
 
 
 def _step(group, xs, dys, how):
-    """One step of one layer; everything it yields."""
     rank = dist.get_rank(group)
     x, dy = xs[rank].clone(), dys[rank]
     if how.layout == "channels_last" and x.dim() == 4:
@@ -127,20 +165,16 @@ def test_group_equals_the_closed_form(cluster, shapes, stats_mode, grad_reductio
         _check(cluster, shapes, backend=backend, **how)
 
 
-@pytest.mark.parametrize("grad_reduction", GRAD_REDUCTIONS)
-def test_a_first_layer_reduces_its_gradients_too(cluster, grad_reduction):
-    _check(cluster, SPLITS["uneven batch"], grad_reduction=grad_reduction, needs_input=False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shapes", [SPLITS["uneven sizes"], SPLITS["one empty"]], ids=["uneven sizes", "one empty"])
-def test_other_types(cluster, shapes, dtype):
-    _check(cluster, shapes, dtype=dtype)
-
-
-@pytest.mark.parametrize("mean", [1e3, 1e6])
-def test_large_means(cluster, mean):
-    _check(cluster, [(8, C, 16), (3, C, 16)], mean, dtype="float32")
+@pytest.mark.parametrize(
+    ("split", "mean", "options"),
+    [
+        *((SPLITS["uneven batch"], 1, {"grad_reduction": each, "needs_input": False}) for each in GRAD_REDUCTIONS),
+        *(([(8, C, 16), (3, C, 16)], mean, {"dtype": "float32"}) for mean in (1e3, 1e6)),
+    ],
+    ids=[*(f"first layer, {each}" for each in GRAD_REDUCTIONS), "large mean", "larger mean"],
+)
+def test_a_first_layer_and_large_means(cluster, split, mean, options):
+    _check(cluster, split, mean, **options)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -161,26 +195,15 @@ def test_random_groups(cluster, data):
 
 
 def _count_collectives(group):
-    calls = []
-    original = torch_versions.gather_single
-
-    def counting(*arguments, **keywords):
-        calls.append(arguments[1].numel())
-        return original(*arguments, **keywords)
-
-    torch_versions.gather_single = counting
-    try:
+    with mock.patch.object(torch_versions, "gather_single", wraps=torch_versions.gather_single) as gather:
         module = SyncBatchNorm(C, group=group)
         for _ in range(3):
-            x = torch.randn(4, C, 5, requires_grad=True)
-            before = len(calls)
-            y = module(x)
-            forward = len(calls) - before
+            gather.reset_mock()
+            y = module(torch.randn(4, C, 5, requires_grad=True))
+            forward = gather.call_count
             y.square().sum().backward()
-            backward = len(calls) - before - forward
-    finally:
-        torch_versions.gather_single = original
-    return forward, backward, calls[-1] == distributed._membership(distributed.name_of(group)).row_length
+    length = distributed._membership(distributed.name_of(group)).row_length
+    return forward, gather.call_count - forward, gather.call_args.args[1].numel() == length
 
 
 def test_one_collective_each_way_after_the_first_step(cluster):
@@ -189,14 +212,9 @@ def test_one_collective_each_way_after_the_first_step(cluster):
 
 def _without_the_operators(group):
     """A step in a group whose operators may not be called."""
-    backward, forward = torch.ops.bnexport.sync_batch_norm_backward, operators.sync_batch_norm
-    default = backward.default
-    operators.sync_batch_norm = backward.default = None
-    try:
-        module = SyncBatchNorm(C, group=group)
+    backward, module = torch.ops.bnexport.sync_batch_norm_backward, SyncBatchNorm(C, group=group)
+    with mock.patch.object(operators, "sync_batch_norm", None), mock.patch.object(backward, "default", None):
         module(torch.randn(4, C, 5, requires_grad=True)).square().sum().backward()
-    finally:
-        operators.sync_batch_norm, backward.default = forward, default
     return module.weight.grad is not None
 
 
@@ -204,33 +222,29 @@ def test_a_group_takes_the_short_way(cluster):
     assert cluster.call(2, _without_the_operators) == [True] * 2
 
 
-def _disagree(group, what):
-    rank = dist.get_rank(group)
-    channels = 3 + rank if what == "C" else 3
-    mode = ("exact", "N")[rank] if what == "stats_mode" else "exact"
-    dtype = (torch.float32, torch.float64)[rank] if what == "dtype" else torch.float32
-    ways = {"momentum": (0.25, 0.5), "eps": (0.25, 0.5), "grad_reduction": ("local", "mean")}
-    options = {what: ways[what][rank]} if what in ways else {}
-    module = SyncBatchNorm(channels, group=group, stats_mode=mode, **options).to(dtype)
+def _disagree(group, what, values):
+    value = values[dist.get_rank(group)]
+    channels, dtype = value if what == "C" else 3, getattr(torch, value) if what == "dtype" else torch.float32
+    module = SyncBatchNorm(channels, group=group, **({} if what in ("C", "dtype") else {what: value})).to(dtype)
     module(torch.randn(4, channels, 5, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("what", "values"),
-    [
-        ("C", "C: rank 0 has 3, rank 1 has 4"),
-        ("stats_mode", "stats_mode: rank 0 has 'exact', rank 1 has 'N'"),
-        ("grad_reduction", "grad_reduction: rank 0 has 'local', rank 1 has 'mean'"),
-        ("dtype", "dtype: rank 0 has 'float32', rank 1 has 'float64'"),
-        ("momentum", "momentum: rank 0 has 0.25, rank 1 has 0.5"),
-        ("eps", "eps: rank 0 has 0.25, rank 1 has 0.5"),
-    ],
-)
-def test_disagreement_is_an_error_on_every_rank(cluster, what, values):
-    for result in cluster.run(2, _disagree, what):
-        assert isinstance(result, Raised)
-        assert result.type == "GroupError"
-        assert values in result.message
+DIFFERENCES = {
+    "C": (3, 4),
+    "stats_mode": ("exact", "N"),
+    "grad_reduction": ("local", "mean"),
+    "dtype": ("float32", "float64"),
+    "momentum": (0.25, 0.5),
+    "eps": (0.25, 0.5),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_disagreement_is_an_error_on_every_rank(cluster, what):
+    first, second = DIFFERENCES[what]
+    for result in cluster.run(2, _disagree, what, DIFFERENCES[what]):
+        assert isinstance(result, Raised) and result.type == "GroupError"
+        assert f"{what}: rank 0 has {first!r}, rank 1 has {second!r}" in result.message
 
 
 def test_agreements_leave_nothing_in_a_store_that_outlives_the_group(monkeypatch):
@@ -291,70 +305,35 @@ def _single_value(group):
     SyncBatchNorm(C, group=group)(x)
 
 
-def test_total_count_of_one_is_torchs_error(cluster):
-    for result in cluster.run(2, _single_value):
-        assert isinstance(result, Raised)
-        assert "Expected more than 1 value per channel when training" in result.message
-
-
-def _gradcheck(group, stats_mode, reduction, empty=False):
-    """Numerical derivatives across processes: every rank perturbs in turn, all ranks evaluate."""
+def _double_backward(group, xs, dys, vs, w, p, q, modes):
+    """The gradients by x and dy of a function of the first derivative."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(rank)
-    shape = (2 + rank, 2, 2) if stats_mode == "exact" else (2, 2, 2)
-    shape = (0, 2, 2) if empty and rank == 1 else shape
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    dy = torch.randn(shape, generator=generator, dtype=torch.float64)
-    v = torch.randn(shape, generator=generator, dtype=torch.float64)
+    arguments = (distributed.name_of(group), size, *modes, 10_000 + hash((modes, xs[1].shape)) % 997)
+    x, dy, w, b = (t.clone().requires_grad_() for t in (xs[rank], dys[rank], w, torch.zeros(2, dtype=torch.float64)))
+    y = operators.sync_batch_norm(x, None, None, w, b, True, 0.1, 1e-5, *arguments)[0]
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy, create_graph=True)
+    return torch.autograd.grad((dx * vs[rank]).sum() + (dw * p).sum() + (db * q).sum(), (x, dy))
+
+
+@pytest.mark.parametrize("rows", [(2, 3), (2, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("reduction", GRAD_REDUCTIONS)
+@pytest.mark.parametrize("stats_mode", STATS_MODES)
+def test_double_backward_across_processes(cluster, stats_mode, reduction, rows):
+    """Against autograd through the formula of the joint batch; each process adds its own share of the function."""
+    xs, dys = _data([(n, 2, 2) for n in rows])
+    vs, _ = _data([(n, 2, 2) for n in rows], seed=1)
     w, p, q = torch.randn(3, 2, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    arguments = (
-        distributed.name_of(group),
-        size,
-        stats_mode,
-        reduction,
-        10_000 + hash((stats_mode, reduction, empty)) % 997,
-    )
-
-    def loss(x, dy, w):
-        """A function of the first derivative, so that its gradient is the second."""
-        b = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        w = w.clone().requires_grad_() if not w.requires_grad else w
-        x = x if x.requires_grad else x.clone().requires_grad_()
-        y = operators.sync_batch_norm(x, None, None, w, b, True, 0.1, 1e-5, *arguments)[0]
-        dx, dw, db = torch.autograd.grad(y, (x, w, b), dy, create_graph=True)
-        return (dx * v).sum() + (dw * p).sum() + (db * q).sum()
-
-    x, dy = x.requires_grad_(), dy.requires_grad_()
-    analytic = torch.autograd.grad(loss(x, dy, w.clone().requires_grad_()), (x, dy))
-
-    step, errors = 1e-6, []
-    for owner in range(size):
-        for index, analytic_part in ((0, analytic[0]), (1, analytic[1])):
-            elements = torch.tensor(x.numel())
-            dist.broadcast(elements, owner, group=group)
-            for element in range(0, int(elements), 3):
-                values = []
-                for sign in (1, -1):
-                    moved = [x.detach().clone(), dy.detach().clone()]
-                    if rank == owner:
-                        moved[index].view(-1)[element] += sign * step
-                    total = loss(moved[0], moved[1].requires_grad_(), w).detach()
-                    dist.all_reduce(total, group=group)
-                    values.append(float(total))
-                if rank == owner:
-                    errors.append(abs((values[0] - values[1]) / (2 * step) - float(analytic_part.reshape(-1)[element])))
-    return max(errors, default=0.0)
-
-
-@pytest.mark.parametrize("reduction", ["local", "sum", "mean"])
-@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
-def test_double_backward_across_processes(cluster, stats_mode, reduction):
-    assert max(cluster.call(2, _gradcheck, stats_mode, reduction)) < 1e-6
-
-
-@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
-def test_double_backward_with_an_empty_process(cluster, stats_mode):
-    assert max(cluster.call(2, _gradcheck, stats_mode, "local", True)) < 1e-6
+    got = cluster.call(2, _double_backward, xs, dys, vs, w, p, q, (stats_mode, reduction))
+    leaves = [tensor.requires_grad_() for tensor in (*xs, *dys)]
+    normalised = joint_normalised(xs, stats_mode)
+    dxs = torch.autograd.grad(sum((y * w[:, None] * dy).sum() for y, dy in zip(normalised, dys)), xs, create_graph=True)
+    share = {"local": 1, "sum": 2, "mean": 1}[reduction]  # of two processes that take the sum, or half of it, each
+    parameters = sum((dy * y).sum((0, 2)) @ p + dy.sum((0, 2)) @ q for y, dy in zip(normalised, dys))
+    value = sum((dx * v).sum() for dx, v in zip(dxs, vs)) + share * parameters
+    expected = torch.autograd.grad(value, leaves)
+    for rank, result in enumerate(got):
+        for found, wanted in zip(result, expected[rank::2]):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def _third_derivative(group):
@@ -367,34 +346,40 @@ def _third_derivative(group):
     loss.backward()
 
 
-def test_a_group_refuses_the_third_derivative(cluster):
-    for result in cluster.run(2, _third_derivative):
-        assert isinstance(result, Raised) and result.type == "NotImplementedError"
-        assert "no derivatives beyond the second" in result.message
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (_single_value, "ValueError", "Expected more than 1 value per channel when training"),
+        (_third_derivative, "NotImplementedError", "no derivatives beyond the second"),
+    ],
+)
+def test_what_a_group_refuses(cluster, function, kind, message):
+    for result in cluster.run(2, function):
+        assert isinstance(result, Raised) and message in result.message
+        assert result.type in (kind, "UsageError")
+
+
+def _network(norm):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(C, 4, 3, padding=1), norm, nn.ReLU(), nn.Conv1d(4, 2, 1))
 
 
 def _ddp(group, xs, variant):
-    torch.manual_seed(0)
-    rank = dist.get_rank(group)
-    net = nn.Sequential(nn.Conv1d(C, 4, 3, padding=1), SyncBatchNorm(4, group=group), nn.ReLU(), nn.Conv1d(4, 2, 1))
+    net = _network(SyncBatchNorm(4, group=group))
     inner = torch.compile(net, backend="aot_eager", fullgraph=True) if variant == "one graph" else net
     model = nn.parallel.DistributedDataParallel(inner, process_group=group)
     run = torch.compile(model, backend="aot_eager") if variant == "compiled" else model
-    x = xs[rank]
+    x = xs[dist.get_rank(group)]
     y = checkpoint(run, x, use_reentrant=False) if variant == "checkpointed" else run(x)
     y.square().mean().backward()
-    return (
-        {name: p.grad.numpy() for name, p in net.named_parameters()},
-        net[1].running_var.numpy(),
-        int(net[1].num_batches_tracked),
-    )
+    grads = {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}
+    return grads, net[1].running_var.numpy(), int(net[1].num_batches_tracked)
 
 
 @pytest.mark.parametrize("variant", ["plain", "compiled", "one graph", "checkpointed"])
 def test_ddp_equals_the_joint_batch(cluster, variant):
     xs, _ = _data([(4, C, 6), (4, C, 6)], "float32")
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv1d(C, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1))
+    net = _network(nn.BatchNorm1d(4))
     net(torch.cat(xs)).square().mean().backward()
     for grads, running_var, batches in cluster.call(2, _ddp, xs, variant):
         for name, parameter in net.named_parameters():
@@ -436,45 +421,30 @@ def test_a_destroyed_group_is_freed(cluster):
     assert cluster.call(4, _destroyed_group) == [False] * 4
 
 
-# A member that dies closes its connections, so that the others see it at once; one that is elsewhere is waited for.
-DIES, SKIPS = 60, 5  # seconds
-
-
 def _dies(rank, size, port):
     join(rank, size, port)
-    module = SyncBatchNorm(C, group=short_group(size, DIES))
+    module = SyncBatchNorm(C, group=short_group(size, 60))  # its connections close, so that the others see it at once
     module(torch.randn(4, C, 5))
     if rank == 1:
         os._exit(0)
-    try:
-        module(torch.randn(4, C, 5))
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    return None
+    module(torch.randn(4, C, 5))
 
 
 def test_a_member_that_dies_is_an_error():
-    kind, message = run_once(2, _dies)[0]
-    assert kind == "GroupError"
-    assert "the exchange of statistics failed on rank 0" in message and "go on with empty ones" in message
+    result = run_once(2, _dies)[0]
+    assert isinstance(result, Raised) and result.type == "GroupError"
+    words = "the exchange of statistics failed on rank 0", "go on with empty ones"
+    assert all(text in result.message for text in words)
 
 
 def _skips(rank, size, port):
     join(rank, size, port)
-    group = short_group(size, SKIPS)
-    first, second = SyncBatchNorm(3, group=group), SyncBatchNorm(8, group=group)
-    for module, channels in ((first, 3), (second, 8)):
-        module(torch.randn(4, channels, 5))
-    try:
-        if rank == 0:
-            first(torch.randn(4, 3, 5))
-        second(torch.randn(4, 8, 5))
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    return None
+    group = short_group(size, 5)  # it is waited for
+    modules = [SyncBatchNorm(channels, group=group) for channels in (3, 8)]
+    for module in modules + modules[rank:]:
+        module(torch.randn(4, module.num_features, 5))
 
 
 def test_a_member_that_skips_a_layer_is_an_error():
     for result in run_once(2, _skips):
-        assert result is not None, "a process died or went on"
-        assert result[0] == "GroupError"
+        assert isinstance(result, Raised) and result.type == "GroupError", "a process died or went on"
