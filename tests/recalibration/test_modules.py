@@ -1,9 +1,8 @@
 """Statistics of modules that are re-estimated on data."""
 
-from __future__ import annotations
-
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import nn
 import bnexport
 from bnexport.errors import GroupError, UsageError
 from tests.support.cluster import Raised
+from tests.support.modules import compose
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, bnexport.SyncBatchNorm)
 
@@ -94,34 +94,25 @@ def test_only_statistics_change() -> None:
     assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"} and len(changed) == 10
 
 
+def inputs_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[torch.Tensor]]:
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NORMS):
+            module.register_forward_pre_hook(lambda _, x, name=name: seen.setdefault(name, []).append(x[0].clone()))
+    with torch.no_grad():
+        run()
+    return seen
+
+
 def test_together_measures_what_each_layer_saw() -> None:
     model, batches = Net().double(), split(rows(), [3, 11])
-    seen: dict[str, list[torch.Tensor]] = {}
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].clone())
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, NORMS)
-    ]
-    bnexport.recalibrate(model, iter(batches), layers="together")
-    for handle in handles:
-        handle.remove()
-    expected = {}
-    for name, inputs in seen.items():
-        values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], 1)
-        expected[name] = (values.mean(1), values.var(1))
-    assert_statistics(model, expected, 1e-12)
+    seen = inputs_of(model, lambda: bnexport.recalibrate(model, iter(batches), layers="together"))
+    values = {name: torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], 1) for name, inputs in seen.items()}
+    assert_statistics(model, {name: (x.mean(1), x.var(1)) for name, x in values.items()}, 1e-12)
     # The inputs are those of training, without dropout.
     other = Net().double().train()
     other.drop.eval()
-    last: dict[str, torch.Tensor] = {}
-    for name, module in other.named_modules():
-        if isinstance(module, NORMS):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: last.update({name: inputs[0].clone()}))
-    with torch.no_grad():
-        other(batches[-1])
-    for name, x in last.items():
+    for name, (x,) in inputs_of(other, lambda: other(batches[-1])).items():
         torch.testing.assert_close(seen[name][-1], x, rtol=1e-10, atol=1e-10)
 
 
@@ -136,17 +127,9 @@ def test_sums_are_float64_whatever_the_type(dtype: torch.dtype) -> None:
 
 
 def test_a_layer_that_runs_twice_gets_all_its_inputs() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2).double()
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return self.norm(x) + self.norm(y)
-
     x, y = rows()[:, :, 0, 0], rows(seed=5)[:, :, 0, 0]
-    model = Twice()
-    report = bnexport.recalibrate(model, [{"x": x[:4], "y": y[:4]}, {"x": x[4:], "y": y[4:]}])
+    model = compose(lambda self, x, y: self.norm(x) + self.norm(y), norm=nn.BatchNorm1d(2).double())
+    report = bnexport.recalibrate(model, [{"x": x[:4].numpy(), "y": y[:4]}, {"x": x[4:], "y": y[4:].numpy()}])
     assert_statistics(model, {"norm": (torch.cat([x, y]).mean(0), torch.cat([x, y]).var(0))}, 1e-12)
     assert any("runs 2 times" in line for line in report.warnings())
 
@@ -156,16 +139,9 @@ def test_what_is_left_alone_is_named() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
-            self.none, self.odd, self.lazy = nn.BatchNorm2d(2, track_running_stats=False), Odd(2), nn.LazyBatchNorm2d()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.odd(self.none(self.used(x)))
-
-    report = bnexport.recalibrate(Model(), [(rows().float(), "a target")])
+    parts = {name: nn.BatchNorm2d(2, track_running_stats=name != "none") for name in ("used", "unused", "none")}
+    model = compose(lambda self, x: self.odd(self.none(self.used(x))), **parts, odd=Odd(2), lazy=nn.LazyBatchNorm2d())
+    report = bnexport.recalibrate(model, [(rows().float(), "a target")])
     assert [layer.name for layer in report.layers] == ["used"]
     reasons = dict(report.left)
     assert reasons["unused"] == "it did not run on these rows"
@@ -180,15 +156,6 @@ def test_a_layer_without_statistics_gets_some_by_the_recipe() -> None:
     bnexport.recalibrate(norm.double(), [x])
     assert_statistics(nn.Sequential(norm), {"0": (x.mean((0, 2, 3)), x.transpose(0, 1).flatten(1).var(1))}, 1e-12)
     assert "running_var" in norm.state_dict()
-
-
-def test_numpy_batches() -> None:
-    model, x = Net().double(), rows()
-    other = copy.deepcopy(model)
-    bnexport.recalibrate(model, [x])
-    bnexport.recalibrate(other, [{"x": x.numpy()[:8]}, (x.numpy()[8:], "a label")])
-    for got, want in zip(other.buffers(), model.buffers(), strict=True):
-        torch.testing.assert_close(got, want)
 
 
 def test_other_preprocessing_is_seen() -> None:
@@ -246,20 +213,16 @@ def test_a_loader_that_gives_other_batches_is_refused() -> None:
 def test_every_forward_of_the_caller_ends() -> None:
     """No exception ends one early, which a module that cleans up behind an error would see."""
 
-    class Guarded(nn.Module):
+    class Guarded(nn.Sequential):
         entered = ended = 0
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             self.entered += 1
-            y = self.body(x)
+            y = super().forward(input)
             self.ended += 1
             return y
 
-    model = Guarded()
+    model = Guarded(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).double()
     bnexport.recalibrate(model, [rows()[:4], rows()[4:]])
     assert model.entered == model.ended == 1 + 2 * 2  # one for the order, and two passes
 
@@ -280,40 +243,23 @@ def test_an_interrupt_leaves_the_old_statistics() -> None:
     assert all((model[place].running_mean == 0).all() for place in (0, 2))
 
 
-def _member(group: Any, sizes: list[int], norm: str, layers: str) -> list[np.ndarray[Any, Any]]:
-    model = Net(getattr(nn, norm, None) or getattr(bnexport, norm)).double()
-    rank = group.rank()
-    start = sum(sizes[:rank])
-    mine = rows()[start : start + sizes[rank]]
-    bnexport.recalibrate(model, list(mine.split(4)) if len(mine) else [], layers=layers, process_group=group)
-    return [buffer.numpy() for buffer in model.buffers()]
-
-
-@pytest.mark.parametrize("sizes", [[12, 8], [3, 17], [20, 0], [0, 20]], ids=str)
-def test_processes_have_the_statistics_of_all_rows(cluster: Any, sizes: list[int]) -> None:
-    model = Net().double()
-    bnexport.recalibrate(model, [rows()])
-    for got in cluster.call(2, _member, sizes, "BatchNorm2d", "one_by_one"):
-        for array, buffer in zip(got, model.buffers(), strict=True):
-            np.testing.assert_allclose(array, buffer.numpy(), rtol=1e-12, atol=1e-12)
-
-
 def _batches(rank: int, sizes: list[list[int]]) -> list[torch.Tensor]:
     """The batches of one process of two; the rows of both are all rows."""
     return list(rows().split(sizes[0] + sizes[1])[rank * len(sizes[0]) :][: len(sizes[rank])])
 
 
-def _member_together(group: Any, sizes: list[list[int]]) -> list[np.ndarray[Any, Any]]:
+def _member(group: Any, sizes: list[list[int]], layers: str) -> list[np.ndarray[Any, Any]]:
     model = Net(nn.SyncBatchNorm).double()
-    bnexport.recalibrate(model, _batches(group.rank(), sizes), layers="together", process_group=group)
+    bnexport.recalibrate(model, _batches(group.rank(), sizes), layers=layers, process_group=group)
     return [buffer.numpy() for buffer in model.buffers()]
 
 
-@pytest.mark.parametrize("sizes", [[[4, 6], [6, 4]], [[3, 5, 9], [3]], [[], [12, 8]]], ids=str)
-def test_processes_together_are_one_process_with_their_batches(cluster: Any, sizes: list[list[int]]) -> None:
+@pytest.mark.parametrize("layers", ["one_by_one", "together"])
+@pytest.mark.parametrize("sizes", [[[4, 6], [6, 4]], [[3, 5, 9], [3]], [[], [12, 8]], [[20], []]], ids=str)
+def test_processes_are_one_process_with_their_batches(cluster: Any, sizes: list[list[int]], layers: str) -> None:
     model = Net().double()
-    bnexport.recalibrate(model, _batches(0, sizes) + _batches(1, sizes), layers="together")
-    for got in cluster.call(2, _member_together, sizes):
+    bnexport.recalibrate(model, _batches(0, sizes) + _batches(1, sizes), layers=layers)
+    for got in cluster.call(2, _member, sizes, layers):
         for array, buffer in zip(got, model.buffers(), strict=True):
             np.testing.assert_allclose(array, buffer.numpy(), rtol=1e-11, atol=1e-11)
 
@@ -329,12 +275,9 @@ def _failing(group: Any, layers: str) -> None:
 @pytest.mark.parametrize("layers", ["one_by_one", "together"])
 def test_a_process_that_fails_stops_all(cluster: Any, layers: str) -> None:
     other, own = cluster.run(2, _failing, layers)
-    assert (
-        isinstance(other, Raised)
-        and other.type == GroupError.__name__
-        and "process 1 of the group failed" in other.message
-    )
-    assert isinstance(own, Raised) and own.type == UsageError.__name__ and "row 3" in own.message
+    assert isinstance(other, Raised) and isinstance(own, Raised)
+    assert other.type == GroupError.__name__ and "process 1 of the group failed" in other.message
+    assert own.type == UsageError.__name__ and "row 3" in own.message
 
 
 def _different(group: Any) -> None:

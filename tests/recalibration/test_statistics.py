@@ -1,7 +1,5 @@
 """Stored statistics against those of data: a trained network, and faults planted into it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -96,13 +94,8 @@ def reset(model: nn.Module) -> None:
     model[4].reset_running_stats()
 
 
-def tiny_variance(model: nn.Module) -> None:
-    model[4].running_var[3] = 1e-9
-
-
 def dead(model: nn.Module) -> None:
-    with torch.no_grad():
-        model[3].weight[5] = 0
+    model[3].weight.data[5] = 0
 
 
 def dead_since_training(model: nn.Module) -> None:
@@ -110,22 +103,14 @@ def dead_since_training(model: nn.Module) -> None:
     bnexport.recalibrate(model, [torch.from_numpy(load_digits().train_images)])
 
 
-def other_statistics(model: nn.Module) -> None:
-    model[7].running_mean += 0.8 * model[7].running_var.sqrt()
-
-
 DEAD = "dead (constant on these rows): 4 (channel 5 of 16)"
-FAULTS: dict[str, tuple[Callable[[nn.Module], None], float, str | None, list[str]]] = {
+SMALL = "variance below eps (eps decides the scale): 4 (channel {} of 16)"
+FAULTS: dict[str, tuple[Callable[[Any], Any], float, str | None, list[str]]] = {
     "reset": (reset, 1, "4", ["never updated (every mean is 0 and every variance 1): 4", "to re-estimate"]),
-    "variance": (tiny_variance, 1, "4", ["variance below eps (eps decides the scale): 4 (channel 3 of 16)"]),
+    "variance": (lambda model: model[4].running_var[3].fill_(1e-9), 1, "4", [SMALL.format(3)]),
     "dead": (dead, 1, "4", [DEAD]),
-    "always dead": (
-        dead_since_training,
-        1,
-        None,
-        [DEAD, "variance below eps (eps decides the scale): 4 (channel 5 of 16)"],
-    ),
-    "last": (other_statistics, 1, "7", ["to re-estimate"]),
+    "always dead": (dead_since_training, 1, None, [DEAD, SMALL.format(5)]),
+    "last": (lambda model: model[7].running_mean.add_(0.8 * model[7].running_var.sqrt()), 1, "7", ["to re-estimate"]),
     "scale": (lambda model: None, 0.4, "1", ["no batch norm comes before it: were these rows preprocessed"]),
 }
 
