@@ -1,7 +1,5 @@
 """Small networks whose operators depend on the image size or the batch, and what their exported files declare."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -10,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tests.support.modules import compose
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 IMAGE = frozenset({2, 3})
@@ -104,18 +104,15 @@ def pyramid(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, *pooled], 1)
 
 
-class Attention(nn.Module):
+def attention(pool: int) -> nn.Module:
     """Attention between all places of an image and those of a smaller one, or of itself."""
 
-    def __init__(self, pool: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.pool = pool
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         queries = x.flatten(2).transpose(1, 2)
-        keys = F.max_pool2d(x, self.pool).flatten(2).transpose(1, 2) if self.pool > 1 else queries
+        keys = F.max_pool2d(x, pool).flatten(2).transpose(1, 2) if pool > 1 else queries
         return self.attention(queries, keys, keys)[0]
+
+    return compose(forward, attention=nn.MultiheadAttention(4, 2, batch_first=True))
 
 
 def interpolate(mode: str, **options: float) -> Function:
@@ -192,8 +189,8 @@ CASES = {
     "flatten into Linear": Case(nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 5)),
         both(IMAGE, "the model ran at no other size")),
     "tokens": Case(lambda x: x.view(x.shape[0], 4, x.shape[2] * x.shape[3]).transpose(1, 2).softmax(1)),
-    "attention to itself": Case(Attention(1), {"torchscript": (IMAGE, "the exported model does not run at")}),
-    "attention to a smaller map": Case(Attention(2), {"torchscript": (IMAGE, "the exported model does not run at")}),
+    "attention to itself": Case(attention(1), {"torchscript": (IMAGE, "the exported model does not run at")}),
+    "attention to a smaller map": Case(attention(2), {"torchscript": (IMAGE, "the exported model does not run at")}),
     "square grid": Case(lambda x: x.flatten(2).unflatten(2, (int((x.shape[2] * x.shape[3]) ** 0.5), -1)).sum(3)),
     "mean by division": Case(lambda x: x.sum((2, 3)) / (x.shape[2] * x.shape[3])),
     "standard deviation": Case(lambda x: x.std((2, 3))),

@@ -1,17 +1,23 @@
-"""What an exported model is compared with: the caller's own module, never the copy that was converted."""
+"""What an exported model is compared with: the caller's own module, never the copy that was converted; and what rounding hides.
 
-import threading
+Outputs that rounding errors swamp decide nothing; smaller inputs may. Numbers of float64 models keep their digits.
+"""
 
+from collections import OrderedDict
+
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import bnexport
 from bnexport import SyncBatchNorm
-from bnexport.errors import UnsupportedModelError, VerificationError
-from bnexport.exporting import wrapper
+from bnexport.errors import VerificationError
+from bnexport.exporting import dynamo, wrapper
 from bnexport.folding import torch_module
+from tests.exporting.files import run
+from tests.folding.module.nets import off_by
+from tests.support.modules import compose
 from tests.sync_bn import lookalikes
 
 X = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -44,52 +50,36 @@ def wrong_conversion(monkeypatch):
     return change
 
 
+WRONG = {
+    "deploy": ({"eps": 0.5}, "m.onnx", {"exporter": "dynamo"}, "output 'output'"),
+    "custom op": ({"eps": 0.5}, "m.onnx", {"mode": "custom_op", "exporter": "torchscript"}, "output 'output'"),
+    # The outputs are right; the new statistics are held against the buffers of the caller's module after its run.
+    "statistics": ({"momentum": 0.9}, "m.onnx", {"mode": "custom_op", "exporter": "torchscript"}, r"output '1.running_\w+.new'"),
+    "torchscript": ({"eps": 0.5}, "m.pt", {}, ""),
+    "pt2": ({"eps": 0.5}, "m.pt2", {"fold": False}, ""),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("mode", "training", "exporter"),
-    [("deploy", False, "dynamo"), ("custom_op", False, "torchscript"), ("custom_op", True, "torchscript")],
+    ("name", "training"),
+    [*((name, False) for name in WRONG if name != "statistics"), ("custom op", True), ("statistics", True)],
 )
-def test_a_wrong_conversion_to_onnx(mode, training, exporter, wrong_conversion, tmp_path):
-    wrong_conversion(eps=0.5)
-    with pytest.raises(VerificationError, match=f"{DIFFERS}: output 'output'"):
-        bnexport.export(net().train(training), X, tmp_path / "m.onnx", mode=mode, exporter=exporter)
+def test_a_wrong_conversion(name, training, wrong_conversion, tmp_path):
+    change, file, options, words = WRONG[name]
+    wrong_conversion(**change)
+    with pytest.raises(VerificationError, match=f"{DIFFERS}.*{words}"):
+        bnexport.export(net().train(training), X, tmp_path / file, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_statistics(wrong_conversion, tmp_path):
-    """The outputs are right; the new statistics are held against the buffers of the caller's module after its run."""
-    wrong_conversion(momentum=0.9)
-    with pytest.raises(VerificationError, match=rf"{DIFFERS}: output '1.running_\w+.new'"):
-        bnexport.export(net(), X, tmp_path / "m.onnx", mode="custom_op", exporter="torchscript")
-
-
-@pytest.mark.parametrize(("suffix", "fold"), [("pt", True), ("pt2", False)])
-def test_a_wrong_conversion_to_torchs_formats(suffix, fold, wrong_conversion, tmp_path):
-    wrong_conversion(eps=0.5)
-    kind = "torchscript" if suffix == "pt" else "pt2"
-    with pytest.raises(VerificationError, match=DIFFERS):
-        bnexport.export(net().eval(), X, tmp_path / f"m.{suffix}", format=kind, fold=fold)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_wrong_conversion_in_fold_module(wrong_conversion):
+def test_a_wrong_conversion_elsewhere(wrong_conversion, tmp_path):
     wrong_conversion(eps=0.5)
     with pytest.raises(VerificationError, match="differs from the original"):
         bnexport.fold_module(net(), X)
-
-
-def test_a_wrong_conversion_in_a_training_step(wrong_conversion, tmp_path):
     wrong_conversion(momentum=0.9)
     with pytest.raises(VerificationError, match=rf"{DIFFERS}: output '1.running_\w+.new'"):
         bnexport.export_training_step(net(), nn.MSELoss(), (X, torch.randn(4, 4, 5, 5)), tmp_path / "s.onnx")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def process_group():
-    """In a group torch's own class trains on GPUs only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_module_that_runs_elsewhere_only(process_group, tmp_path):
@@ -114,20 +104,14 @@ def test_other_formats_say_what_they_were_compared_with(process_group, tmp_path)
     assert (step.verification.passed, step.verification.reference) == (True, "converted")
 
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = SyncBatchNorm(3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.norm(x) * 2
+def counts(self, x):
+    self.calls += 1
+    return self.norm(x) * 2
 
 
 def test_a_buffer_that_a_forward_changes(tmp_path):
     """State of a training graph, constant in an inference graph."""
-    model = Counts()
+    model = compose(counts, norm=SyncBatchNorm(3), calls=torch.zeros(()))
     result = bnexport.export(model, X, tmp_path / "m.onnx", mode="custom_op")
     assert "calls.new" in {output.name for output in result.verification.outputs}
     assert result.verification.passed
@@ -137,15 +121,98 @@ def test_a_buffer_that_a_forward_changes(tmp_path):
     assert model.calls == 0
 
 
-def test_the_old_weight_norm(tmp_path):
-    """It keeps a computed weight, which deepcopy refuses."""
-    with pytest.warns(FutureWarning):
-        model = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 1)), SyncBatchNorm(4)).eval()
-    assert bnexport.export(model, X, tmp_path / "m.onnx").verification.passed
+SMALL = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+ILL = "the network is ill-conditioned on these inputs: the reference itself differs from the model in float64 by"
 
 
-def test_a_module_that_cannot_be_copied(tmp_path):
-    model = net().eval()
-    model.lock = threading.Lock()
-    with pytest.raises(UnsupportedModelError, match=r"Sequential: cannot be copied.*lock"):
-        bnexport.export(model, X, tmp_path / "m.onnx")
+def cancelling():
+    """Values of size 1e6 whose mean the batch norm subtracts: three digits are left in torch, all of them when folded."""
+    torch.manual_seed(0)
+    net = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 1), norm=nn.BatchNorm2d(4))).eval()
+    net.conv.bias.data.fill_(1e6)
+    net.norm.running_mean.fill_(1e6)
+    return net
+
+
+def cubic(self, x):
+    """Adds and subtracts 1e7 x^3, which is small next to the rest where x is small."""
+    large = 1e7 * x * x * x
+    return (large + self.conv(x)) - large
+
+
+def test_a_model_that_cannot_be_judged(wrong_weight, tmp_path):
+    result = bnexport.export(cancelling(), SMALL, tmp_path / "m.onnx", exporter="torchscript", fold=False)
+    assert result.verification.status == "not_verified"
+    assert result.verification.summary().startswith(f"not verified: output 'output': {ILL}")
+    assert "inputs down to 1/4096 of their size decide nothing either" in result.verification.reason
+    assert result.path.exists()
+
+
+def test_a_model_that_is_more_accurate_than_torch(tmp_path):
+    """The folded model has all digits: it is held against the one in float64."""
+    result = bnexport.export(cancelling(), SMALL, tmp_path / "m.onnx", exporter="torchscript")
+    assert result.verification.passed
+    assert all(output.atol < 1e-3 for output in result.verification.outputs)
+
+
+def test_torchs_formats(monkeypatch, tmp_path):
+    """Whole modules decide nothing here; the proof of the fold finds the wrong weight."""
+    off_by(monkeypatch, 1e-2)
+    with pytest.raises(VerificationError, match=r"nothing was written: .*the shift of channel 0 differs by 0\.01"):
+        bnexport.export(cancelling(), SMALL, tmp_path / "m.pt", format="torchscript")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_training_step(tmp_path):
+    class Cancels(nn.Conv2d):
+        def forward(self, x):
+            return (super().forward(x) + 1e6) - 1e6
+
+    batch = (SMALL, torch.zeros(2, 4, 6, 6))
+    result = bnexport.export_training_step(Cancels(3, 4, 1), nn.MSELoss(), batch, tmp_path / "s.onnx")
+    assert result.verification.status == "not_verified"
+    assert "the step is ill-conditioned on this batch" in result.verification.summary()
+
+
+def test_a_wrong_model_shows_on_smaller_inputs(wrong_weight, tmp_path):
+    words = r"nothing was written: output 'output' in .*: differs.* on inputs times"
+    with pytest.raises(VerificationError, match=words):
+        bnexport.export(
+            compose(cubic, conv=nn.Conv2d(3, 3, 1)).eval(), SMALL, tmp_path / "m.onnx", exporter="torchscript"
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_infinite_outputs_are_compared_on_smaller_inputs(tmp_path):
+    exponential = compose(lambda self, x: torch.exp(60.0 * x))
+    result = bnexport.export(exponential, SMALL, tmp_path / "m.onnx", exporter="torchscript")
+    assert (result.verification.passed, result.verification.input_scale) == (True, 2.0**-3)
+    assert "on inputs times 0.125" in result.verification.summary()
+
+
+WIDE = torch.linspace(0.1, 1.0, 6, dtype=torch.float64).reshape(2, 3)
+
+
+class Numbers(torch.nn.Module):
+    def forward(self, x):
+        half = torch.full((3,), 0.3, dtype=x.dtype)
+        single = torch.tensor(0.7).to(x.dtype)  # float32 in torch, too
+        return torch.add(x * 0.1, half, alpha=0.6) ** 0.9, torch.where(x > 0.2, x / 3, 1 / 3) * single
+
+
+def test_numbers_are_those_of_the_module(tmp_path):
+    bnexport.export(Numbers(), WIDE, tmp_path / "m.onnx", exporter="dynamo", dynamic=False)
+    for value, expected in zip(run(tmp_path / "m.onnx", WIDE).values(), Numbers()(WIDE)):
+        np.testing.assert_allclose(value, expected.numpy(), rtol=1e-15)
+
+
+def test_a_number_that_float32_rounded_does_not_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamo, "write_doubles", lambda exported: None)
+    with pytest.raises(VerificationError, match="differs"):
+        bnexport.export(Numbers(), WIDE, tmp_path / "m.onnx", exporter="dynamo", dynamic=False)
+
+
+def test_numbers_that_are_float32_in_onnx_pass(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SELU(), torch.nn.BatchNorm1d(4)).double().eval()
+    assert bnexport.export(model, WIDE, tmp_path / "m.onnx", fold=False, dynamic=False).verification.passed

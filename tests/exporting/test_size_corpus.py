@@ -3,8 +3,6 @@
 Sizes of 0 may end in an error of the engine, as some of its kernels take no empty tensor; a result is right there, too.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest
@@ -12,8 +10,8 @@ import torch
 
 import bnexport
 from bnexport.errors import UnsupportedModelError
+from tests.exporting.files import is_tracer_note
 from tests.exporting.size_corpus import CASES, Net
-from tests.exporting.traces import is_tracer_note
 from tests.support.checks import needs_dynamo
 
 EXAMPLE = (4, 3, 8, 8)
@@ -54,20 +52,11 @@ DYNAMO = (
         *(("torchscript", name) for name in CASES),
         *(pytest.param("dynamo", name, marks=needs_dynamo) for name in DYNAMO),
         *(pytest.param("dynamo", name, marks=[pytest.mark.slow, needs_dynamo]) for name in CASES if name not in DYNAMO),
+        *(pytest.param("pt2", name, marks=pytest.mark.slow) for name in CASES),
     ],
 )
 def test_every_declared_size(exporter, name, tmp_path):
-    check(name, exporter, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_size_that_a_program_takes(name, tmp_path):
-    """A pt2 file says itself which sizes it takes; those are right."""
-    check(name, "pt2", tmp_path)
-
-
-def check(name, exporter, tmp_path):
+    """A pt2 file says itself which sizes it takes."""
     case = CASES[name]
     torch.manual_seed(0)
     model = Net(case.function).eval()

@@ -1,10 +1,11 @@
-"""TorchScript and pt2 files: torch's operators only, equal to the module, loadable without bnexport."""
+"""TorchScript and pt2 files: torch's operators only, equal to the module, loadable in a process without bnexport."""
 
 import json
 import math
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +13,20 @@ from torch import nn
 
 import bnexport
 from bnexport.cli import main
-from bnexport.errors import UnsupportedModelError, VerificationError
+from bnexport.errors import MissingDependencyError, UnsupportedModelError, VerificationError
 from bnexport.exporting import torch_target, torchscript
+from bnexport.exporting.torch_target import FreshProcess
 from bnexport.folding import torch_module
+from bnexport.runtime.engine import EngineFailure
 from bnexport.verification import process
 from bnexport.verification.verdict import Verification
-from models.resnet import digits_resnet
 from models.segmentation import Segmenter
+from tests.exporting.size_corpus import Net
 from tests.folding.module.nets import off_by, trained
 from tests.support import warm
+from tests.support.modules import compose
 from tests.sync_bn import lookalikes
 
-NETWORKS = {
-    "segmenter": (Segmenter, torch.randn(2, 3, 32, 32), torch.randn(1, 3, 48, 40)),
-    "resnet": (digits_resnet, torch.randn(2, 1, 8, 8), torch.randn(5, 1, 12, 10)),
-}
 FORMATS = ["torchscript", "pt2"]
 
 
@@ -57,19 +57,18 @@ def format(request):
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch):
     """The process that checks a file starts without importing torch anew; bnexport it does not have either way."""
-    monkeypatch.setattr(process, "sys", types.SimpleNamespace(executable=warm.executable()))
+    for module in (process, torch_target):
+        monkeypatch.setattr(module, "sys", types.SimpleNamespace(executable=warm.executable()))
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_networks_at_any_size(network, format, tmp_path):
-    make, example, other = NETWORKS[network]
-    net = trained(make()).train()
+def test_a_network_at_any_size(format, tmp_path):
+    net = trained(Segmenter()).train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    result = bnexport.export(net, example, tmp_path / f"m.{format}", format=format)
+    result = bnexport.export(net, torch.randn(2, 3, 32, 32), tmp_path / f"m.{format}", format=format)
     assert result.verification.passed
     assert all(output.max_abs_diff < 1e-5 for output in result.verification.outputs)
     assert result.exporter == ("script" if format == "torchscript" else "torch.export")
-    assert result.outputs == (("out", "aux") if network == "segmenter" else ("output",))
+    assert result.outputs == ("out", "aux")
     assert not batch_norms(result)
     assert not result.report.kept
     assert {proof.method for proof in result.report.verification.sites} == {"proved"}
@@ -77,35 +76,14 @@ def test_networks_at_any_size(network, format, tmp_path):
     assert result.notes == ("the module is in train mode; mode 'deploy' writes it in eval mode",)
     assert net.training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    other = torch.randn(1, 3, 48, 40)
     with torch.no_grad():
-        expected, got = net.eval()(other), load(result)(other)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-
-
-def test_a_process_that_cannot_import_bnexport(format, tmp_path):
-    net = pair(nn.ReLU())
-    x = torch.randn(2, 3, 6, 6)
-    result = bnexport.export(net, x, tmp_path / "m", format=format, verify=False)
-    torch.save((x, net(x).detach()), tmp_path / "data")
-    loader = "torch.jit.load('m')" if format == "torchscript" else "torch.export.load('m').module()"
-    code = (
-        "import sys; sys.modules['bnexport'] = None; import torch; x, y = torch.load('data');"
-        f"torch.testing.assert_close({loader}(x).detach(), y, rtol=0, atol=1e-5)"
-    )
-    done = warm.run("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert result.verification.status == "not_verified"
-    assert result.outputs == ("output",)
+        torch.testing.assert_close(load(result)(other), net.eval()(other), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "norm",
-    [
-        bnexport.SyncBatchNorm(4),
-        nn.SyncBatchNorm(4),
-        lookalikes.NaiveSyncBatchNorm(4),
-        lookalikes.FrozenBatchNorm2d(4),
-    ],
+    [bnexport.SyncBatchNorm(4), nn.SyncBatchNorm(4), lookalikes.NaiveSyncBatchNorm(4), lookalikes.FrozenBatchNorm2d(4)],
     ids=["ours", "torch", "detectron2", "frozen"],
 )
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "kept"])
@@ -118,13 +96,6 @@ def test_every_kind_of_batch_norm(norm, fold, tmp_path):
     assert (result.report is None) is not fold
 
 
-def test_a_norm_that_cannot_run_here(format, tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), lookalikes.InPlaceABNSync(4))
-    result = bnexport.export(net, torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
-    assert result.verification.passed
-    assert not batch_norms(result)
-
-
 def test_freezing_does_not_fold_along_the_wrong_axis(tmp_path):
     net = trained(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     result = bnexport.export(net, torch.randn(2, 4, 4), tmp_path / "m.pt", format="torchscript")
@@ -133,22 +104,23 @@ def test_freezing_does_not_fold_along_the_wrong_axis(tmp_path):
 
 
 class Chooses(nn.Module):
-    def __init__(self):
+    def __init__(self, takes_apart=False):
         super().__init__()
-        self.body = pair()
+        self.body, self.takes_apart = pair(), takes_apart
 
     def forward(self, x):
-        return self.body(x) if bool(x.sum() > 0) else x
+        return self.body(x) if bool(x.sum() > 0) else self.body[0](x) if self.takes_apart else x
 
 
-def test_control_flow_is_scripted(tmp_path):
+@pytest.mark.parametrize("takes_apart", [False, True])
+def test_control_flow_is_scripted(takes_apart, tmp_path):
     """torch.fx cannot trace the model, but its body, which is folded first; both ways stay in the file."""
-    net = Chooses().eval()
-    x = torch.ones(1, 3, 5, 5)
-    net.body = bnexport.fold_module(net.body, x)
+    net, x = Chooses(takes_apart).eval(), torch.ones(1, 3, 5, 5)
+    if not takes_apart:
+        net.body = bnexport.fold_module(net.body, x)
     result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
-    assert result.exporter == "script"
-    assert not batch_norms(result)
+    assert (result.exporter, result.report) == ("script", None)
+    assert batch_norms(result) == ({"aten::batch_norm"} if takes_apart else set())
     assert "nothing was folded: Chooses: its forward cannot be traced" in result.notes[0]
     for feed in (x, -x):
         torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
@@ -157,40 +129,14 @@ def test_control_flow_is_scripted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
 
 
-class TakesApart(Chooses):
-    def forward(self, x):
-        return self.body(x) if bool(x.sum() > 0) else self.body[0](x)
-
-
-def test_control_flow_that_takes_the_body_apart(tmp_path):
-    """Nothing is folded, and the result says so."""
-    net = TakesApart()
-    x = torch.ones(1, 3, 5, 5)
-    result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
-    assert batch_norms(result) == {"aten::batch_norm"}
-    assert result.report is None
-    assert "nothing was folded: TakesApart: its forward cannot be traced" in result.notes[0]
-    for feed in (x, -x):
-        torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
-
-
-class Doubles(nn.Module):
-    """Doubles the values of batches larger than `above`."""
-
-    def __init__(self, above):
-        super().__init__()
-        self.body = pair()
-        self.above = above
-
-    def forward(self, x):
-        y = self.body(x)
-        return y * 2 if y.shape[0] > self.above else y
+def doubles(above):
+    return trained(Net(lambda y: y * 2 if y.shape[0] > above else y))
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_batch_that_the_model_fixes(batch, tmp_path):
     """torch.export takes the condition for a constant at a batch of 2, to which it gets a batch of 1 doubled."""
-    net, x = Doubles(2), torch.randn(batch, 3, 5, 5)
+    net, x = doubles(2), torch.randn(batch, 3, 5, 5)
     verify = batch == 2  # with a batch that the program takes
     result = bnexport.export(net, x, tmp_path / "m.pt2", format="pt2", verify=verify)
     assert bool(result.verification.passed) == verify
@@ -201,7 +147,7 @@ def test_a_batch_that_the_model_fixes(batch, tmp_path):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_program_is_folded_where_torch_fx_cannot_follow(whole, tmp_path):
     """The condition is one on a size: the program has one way through it."""
-    net = trained(Doubles(5) if whole else nn.Sequential(Doubles(5), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    net = doubles(5) if whole else trained(nn.Sequential(doubles(5), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
     x = torch.randn(2, 3, 5, 5)
     result = bnexport.export(net, x, tmp_path / "m.pt2", format="pt2")
     assert result.verification.passed
@@ -210,38 +156,10 @@ def test_a_program_is_folded_where_torch_fx_cannot_follow(whole, tmp_path):
     torch.testing.assert_close(load(result)(x), net(x), rtol=0, atol=1e-5)
 
 
-def test_an_onnx_graph_takes_the_batch_that_the_model_fixes(tmp_path):
-    result = bnexport.export(Doubles(2), torch.randn(1, 3, 5, 5), tmp_path / "m.onnx")
-    assert result.verification.passed
-    (note,) = result.notes
-    assert note.startswith("input 'x': dimension 0 (batch) stays 1, the model fixes it")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("batch", "limit"), [(3, "at most 4"), (5, "at least 5")])
-def test_batches_that_the_model_limits(batch, limit, tmp_path):
-    verify = batch == 3  # whose double the program does not take
-    result = bnexport.export(Doubles(4), torch.randn(batch, 3, 5, 5), tmp_path / "m.pt2", format="pt2", verify=verify)
-    assert bool(result.verification.passed) == verify
-    assert result.notes[-1] == f"input 'x': dimension 0 (batch) has to be {limit}, the model limits it"
-
-
-class Unscriptable(nn.Module):
-    """The compiler knows no set comprehensions."""
-
-    def __init__(self, fixes_batch=False):
-        super().__init__()
-        self.body = pair()
-        self.fixes_batch = fixes_batch
-
-    def forward(self, x):
-        y = self.body(x) * max({2 * value for value in (0, 1)})
-        return y * int(x.shape[0]) if self.fixes_batch else y
-
-
 def test_what_cannot_be_scripted_is_traced_and_says_so(tmp_path):
+    net = trained(Net(lambda y: y * max({2 * value for value in (0, 1)})))  # the compiler knows no set comprehensions
     with pytest.warns(UserWarning, match="scripting fails .* traced instead"):
-        result = bnexport.export(Unscriptable(), torch.randn(2, 3, 5, 5), tmp_path / "m.pt", format="torchscript")
+        result = bnexport.export(net, torch.randn(2, 3, 5, 5), tmp_path / "m.pt", format="torchscript")
     assert result.exporter == "trace"
     assert result.verification.passed
     assert "traced instead" in result.notes[-1]
@@ -251,7 +169,7 @@ def test_what_cannot_be_scripted_is_traced_and_says_so(tmp_path):
 def test_a_trace_that_fixes_the_batch_is_refused(tmp_path):
     path = tmp_path / "m.pt"
     path.write_bytes(b"what was there")
-    arguments = (Unscriptable(fixes_batch=True), torch.randn(2, 3, 5, 5), path)
+    arguments = (trained(Net(lambda y: y * int(y.shape[0]) * max({1}))), torch.randn(2, 3, 5, 5), path)
     options = {"format": "torchscript", "overwrite": True}
     with pytest.raises(VerificationError, match="differs from torch, nothing was written"):
         bnexport.export(*arguments, **options)
@@ -297,30 +215,35 @@ class Neither(nn.Module):
         return type("Result", (), {"value": x})()
 
 
-def test_neither_scripted_nor_traced(tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"can neither script it \(.*\) nor trace it \(.*format='onnx'"):
-        bnexport.export(Neither(), torch.randn(2, 3), tmp_path / "m.pt", format="torchscript")
-    assert not list(tmp_path.iterdir())
-
-
-class Foreign(nn.Module):
-    """Calls an operator that only bnexport defines."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("var", torch.ones(3))
-
+def foreign():
     def forward(self, x):
         norm = torch.ops.bnexport.sync_batch_norm
         return norm(x, self.mean, self.var, None, None, False, 0.1, 1e-5, "", 1, "exact", "local", 0)[0]
 
+    return compose(forward, mean=torch.zeros(3), var=torch.ones(3))
 
-def test_operators_of_other_libraries_are_refused(format, tmp_path):
-    with pytest.raises(
-        UnsupportedModelError, match=r"needs bnexport::sync_batch_norm.*, which torch alone cannot load"
-    ):
-        bnexport.export(Foreign(), torch.randn(2, 3, 5, 5), tmp_path / "m", format=format)
+
+class RoundsUp(nn.Module):
+    """Its program calls math.ceil, which torch.export.save does not write."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = math.ceil(x.shape[2] / 2) * 2
+        return nn.functional.interpolate(x, size=(side, side))
+
+
+FOREIGN = r"needs bnexport::sync_batch_norm.*, which torch alone cannot load"
+REFUSED = [
+    (Neither, "torchscript", r"can neither script it \(.*\) nor trace it \(.*format='onnx'"),
+    (foreign, "torchscript", FOREIGN),
+    (foreign, "pt2", FOREIGN),
+    (RoundsUp, "pt2", r"torch.export.save fails: .*; use format='torchscript'"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), REFUSED)
+def test_what_cannot_be_written(make, kind, message, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=message):
+        bnexport.export(make().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m", format=kind)
     assert not list(tmp_path.iterdir())
 
 
@@ -336,32 +259,20 @@ def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_warnings_of_torch_stay_out_of_sight(format, tmp_path):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format, verify=False)
-    assert not [str(warning.message) for warning in seen]
-
-
-def test_other_readers_may_read_the_file(format, tmp_path):
+def test_a_file_is_written_quietly_and_for_other_readers(format, tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
-    result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format, verify=False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format, verify=False)
+    assert not [str(warning.message) for warning in seen]
     assert result.path.stat().st_mode == plain.stat().st_mode
-
-
-def test_onnx_without_folding(tmp_path):
-    result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", fold=False)
-    assert result.verification.passed
-    assert [node.op_type for node in result.model.graph] == ["Conv", "BatchNormalization"]
 
 
 def test_command_line(format, tmp_path, capsys):
     path = tmp_path / f"m.{format}"
-    code = main(
-        ["export", "models.resnet:digits_resnet", str(path), "--input", "x:2,1,8,8", "--format", format, "--json", "-"]
-    )
-    assert code == 0
+    arguments = ["export", "models.resnet:digits_resnet", str(path), "--input", "x:2,1,8,8", "--json", "-"]
+    assert main([*arguments, "--format", format]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["format"], result["verification"]["passed"], result["path"]) == (format, True, str(path))
     assert path.stat().st_size > 100_000
@@ -375,22 +286,66 @@ def test_a_batch_norm_that_stays_is_said_to_fold_in_onnx(tmp_path):
     assert not bnexport.export(model, torch.randn(2, 3, 8, 8), tmp_path / "n.pt2").notes
 
 
-class RoundsUp(nn.Module):
-    """Its program calls math.ceil, which torch.export.save does not write."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        side = math.ceil(x.shape[2] / 2) * 2
-        return nn.functional.interpolate(x, size=(side, side))
-
-
-def test_a_program_that_torch_cannot_write(tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"torch.export.save fails: .*; use format='torchscript'"):
-        bnexport.export(RoundsUp().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.pt2")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_program_allows_the_sizes_of_its_range():
     size = torch.export.Dim("h", min=3, max=9)
     program = torch.export.export(nn.Identity(), (torch.randn(1, 5),), dynamic_shapes=({1: size},))
     allowed = [rows for rows in range(2, 12) if torch_target.program_allows(program, (torch.randn(1, rows),))]
     assert allowed == list(range(3, 10))
+
+
+class Speaks(torch.nn.Module):
+    """Prints, takes three columns alone, and returns two tensors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        print("what a model prints is no answer")
+        return x @ torch.ones(3, 2), x
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(Speaks()).save(str(tmp_path / "m.pt"))
+    return tmp_path / "m.pt"
+
+
+def test_one_process_runs_every_feed(file: Path) -> None:
+    with FreshProcess(file, "torchscript") as engine:
+        for rows in (2, 5):
+            total, same = engine.run({"x": torch.ones(rows, 3)}, ["y", "z"])
+            assert (total.tolist(), same.shape) == ([[3.0, 3.0]] * rows, (rows, 3))
+        with pytest.raises(EngineFailure, match=r"RuntimeError: .*") as caught:
+            engine.run({"x": torch.ones(2, 4)}, ["y", "z"])
+        assert caught.value.detail.startswith("RuntimeError")
+        assert engine.run({"x": torch.ones(1, 3)}, ["y", "z"])[1].shape == (1, 3)
+        process = engine._process
+    assert process.returncode is not None
+
+
+def test_a_tensor_that_an_exporter_has_marked(file: Path) -> None:
+    """torch.export leaves attributes of its own classes on example inputs where it fails."""
+    x = torch.ones(2, 3)
+    x.marked = types.SimpleNamespace()  # type: ignore[attr-defined]
+    with FreshProcess(file, "torchscript") as engine:
+        assert engine.run({"x": x}, ["y", "z"])[0].tolist() == [[3.0, 3.0]] * 2
+
+
+def test_a_file_that_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(b"nothing")
+    with (
+        FreshProcess(tmp_path / "m.pt", "torchscript") as engine,
+        pytest.raises(VerificationError, match="torch cannot load and run the exported file without bnexport: "),
+    ):
+        engine.run({}, [])
+
+
+def test_a_process_that_does_not_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_target, "_TIMEOUT", 0)
+    with FreshProcess(file, "torchscript") as engine, pytest.raises(MissingDependencyError, match="longer than 0 s"):
+        engine.run({"x": torch.ones(1, 3)}, ["y", "z"])
+
+
+def test_no_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_target, "sys", types.SimpleNamespace(executable=str(file)))
+    with pytest.raises(MissingDependencyError, match="cannot be checked in a new process"):
+        FreshProcess(file, "torchscript")

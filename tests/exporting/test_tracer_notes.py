@@ -1,23 +1,28 @@
-"""Warnings of torch's tracer become notes that name the line of the model's code."""
-
-from __future__ import annotations
+"""Code under a trace: warnings of torch's tracer become notes that name its line, and sizes that it computes with int() stay
+dynamic.
+"""
 
 import contextlib
 import inspect
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import bnexport
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import tracer_notes
 from bnexport.exporting.tracer_notes import TracerNotes
-from tests.exporting.traces import is_tracer_note
+from tests.exporting.files import assert_right, is_tracer_note
+from tests.exporting.size_corpus import Net
 
 
 class Asks(nn.Module):
@@ -44,10 +49,8 @@ def test_places_in_the_model(suffix, tmp_path) -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="scripting fails")
         warnings.filterwarnings("ignore", category=bnexport.errors.NotVerifiedWarning)
-        model = Asks() if suffix == "onnx" else Unscriptable()
-        result = bnexport.export(
-            model.eval(), torch.randn(2, 3, 6, 6), tmp_path / f"m.{suffix}", exporter="torchscript"
-        )
+        model, x = (Asks() if suffix == "onnx" else Unscriptable()).eval(), torch.randn(2, 3, 6, 6)
+        result = bnexport.export(model, x, tmp_path / f"m.{suffix}", exporter="torchscript")
     places = [f"exporting/test_tracer_notes.py:{line_of(words)} in forward" for words in ("float(x.", "if x.sum()")]
     baked = f"the trace keeps what the code made of the example's values: a condition at {places[1]}; other values give wrong results"
     assert [note for note in result.notes if is_tracer_note(note) or "example's values" in note] == [
@@ -119,3 +122,114 @@ def test_many_places_are_one_note() -> None:
     assert len(notes) == tracer_notes._MOST + 1
     assert str(notes[0]).endswith("an index at code/net_0.py:1 in <module>")
     assert str(notes[-1]).endswith("at 12 more places")
+
+
+def resize(x, size):
+    """As MMSegmentation's does."""
+    return F.interpolate(x, tuple(int(n) for n in size), mode="bilinear", align_corners=False)
+
+
+def other_uses(x):
+    """int as a function of other things, as a class, and as a type."""
+    assert isinstance(int(x.shape[2]), int) and not isinstance(2.0, int) and issubclass(bool, int)
+    assert int("7") + int(3.9) + int("ff", base=16) + int.from_bytes(b"\1", "big") == 266
+    return x * int(x.shape[1])
+
+
+def type_of_elements_in_numpy(x):
+    assert np.zeros(3, dtype=int).dtype == np.dtype("int64")
+    return resize(x, (int(x.shape[2] * 0.5), x.shape[3]))
+
+
+def identity_of_the_type(x):
+    size = 3
+    assert type(size) is int
+    return resize(x, x.shape[2:]) + x
+
+
+def equality_of_the_type(x):
+    size = 3
+    assert type(size) == int and type(size) in (float, int) and {int: True}[type(size)]  # noqa: E721
+    return resize(x, (int(x.shape[2] * 0.5), x.shape[3]))
+
+
+X, THIS_FILE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), sys.modules[__name__]
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return THIS_FILE.resize(x, (int(x.shape[2] * 0.5), int(x.shape[3])))
+
+
+class Derived(Half):
+    def forward(self, x):
+        return super().forward(x)
+
+
+TYPES = {
+    "other uses": other_uses,
+    "dtype=int": lambda x: x + torch.arange(4, dtype=int).reshape(1, 4, 1, 1),
+    "numpy dtype=int": type_of_elements_in_numpy,
+    "type is int": identity_of_the_type,
+    "type == int": equality_of_the_type,
+    "super": Derived(),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+def test_int_in_other_uses(exporter, name, tmp_path):
+    model = Net(TYPES[name]).eval()
+    result = bnexport.export(model, X, tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert not result.notes
+    assert_right(result.path, model, *((1, 3, *size) for size in [(8, 8), (45, 20), (90, 90), (170, 10)]), atol=1e-4)
+
+
+def test_int_is_itself_afterwards(tmp_path):
+    """After an export that fails as well, which runs again with int itself, and then with ever fewer open sizes."""
+    seen = []
+
+    def fails(x):
+        seen.append(int)
+        raise RuntimeError("stop")
+
+    def fails_with_size(x):
+        return fails(x[:, :, int(x.shape[2]) :])
+
+    for function in (fails, fails_with_size):
+        seen.clear()
+        with pytest.raises(UsageError, match="stop"):
+            bnexport.export(Net(function), X, tmp_path / "m.onnx", exporter="torchscript", verify=False)
+        assert len(seen) == 6  # the last to say whose failure it is
+        assert seen[0] is not int and all(each is int for each in seen[1:])
+        assert "int" not in vars(THIS_FILE)
+
+
+def test_only_the_model_under_export_sees_another_int(tmp_path):
+    """Code that runs at the same time in another thread, and the functions themselves."""
+    seen = {}
+
+    def other_thread():
+        seen["module"] = "int" in vars(THIS_FILE)
+        seen["function"] = sizes_of_int()
+
+    def forward(x):
+        thread = threading.Thread(target=outside.__getitem__("run"))
+        thread.start()
+        thread.join()
+        seen["own"] = sizes_of_int()
+        return x[:, :, int(x.shape[2]) // 2 :]
+
+    outside = {"run": other_thread}
+    model = Net(forward)
+    before = dict(model.__dict__)
+    bnexport.export(model.eval(), X, tmp_path / "m.onnx", exporter="torchscript", verify=False)
+    assert seen == {"module": False, "function": (int, 3), "own": (seen["own"][0], 3)}
+    assert seen["own"][0] is not int
+    assert {name: model.__dict__[name] for name in before if name != "training"}.keys() == before.keys() - {"training"}
+    assert "forward" not in model.__dict__ and model.function is forward
+
+
+def sizes_of_int():
+    return int, int("3")
