@@ -4,8 +4,6 @@ scale: the gradient of one weight is 1 % too large. term: one of two gradients t
 places, or another tensor of the same shape is read.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -39,7 +37,6 @@ def _backward(graph: ir.Graph, gradients: Sequence[str]) -> list[ir.Node]:
 
 
 def makers(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` depend on."""
     found: set[ir.Node] = set()
     waiting = [value.producer() for value in values]
     while waiting:
@@ -58,19 +55,24 @@ def _size(value: ir.Value | None) -> tuple[Any, ...] | None:
     return shape if len(shape) >= 2 else None
 
 
+def scale(graph: ir.Graph, node: ir.Node, output: ir.Value, factor: float) -> None:
+    """Multiply an output of the node, for all that read it; the product takes its name."""
+    users = list(output.uses())
+    constant = ir.node("Constant", [], attributes={"value": ir.tensor(np.array(factor, np.float32))})
+    product = ir.node("Mul", [output, constant.outputs[0]])
+    made, name = product.outputs[0], output.name
+    output.name, made.name, constant.outputs[0].name = f"{name}.right", name, f"{name}.factor"
+    made.type, made.shape = output.type, output.shape
+    graph.insert_after(node, [constant, product])
+    for user, index in users:
+        user.replace_input_with(index, made)
+
+
 def _scale(graph: ir.Graph, node: ir.Node) -> bool:
     output = next((value for value in node.outputs if str(value.name).endswith(".grad")), None)
     if _size(output) is None or output is None:
         return False
-    users = list(output.uses())
-    factor = ir.node("Constant", [], attributes={"value": ir.tensor(np.array(1.01, np.float32))})
-    product = ir.node("Mul", [output, factor.outputs[0]])
-    name = output.name
-    output.name, product.outputs[0].name, factor.outputs[0].name = f"{name}.right", name, f"{name}.factor"
-    product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
-    graph.insert_after(node, [factor, product])
-    for user, index in users:
-        user.replace_input_with(index, product.outputs[0])
+    scale(graph, node, output, 1.01)
     return True
 
 

@@ -1,7 +1,5 @@
 """An exported step with what reaches its kinks, for references that go the same way there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock

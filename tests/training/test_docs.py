@@ -1,7 +1,5 @@
 """docs/training.md lists every operator that has a translation of ours, and its example runs."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,17 +1,13 @@
-"""One step of whole networks against torch's, both measured from torch's step in float64, which follows each at kinks.
+"""One step of networks against torch's, both measured from torch's step in float64, which follows each at kinks.
 
-Groups of three steps with batches of different sizes; before each, torch takes over the session's state,
-so that errors do not add up. A kind (parameters, running means, first moments, ...) is one vector: its
-error is that of all its tensors in the three steps of a group, in the 2-norm; the median group counts.
-Bound: twice torch float32's own, or four roundings where that is nearly exact.
-Each tensor alone is bounded, too, so that none hides in a large sum.
+Groups of three steps with batches of different sizes; before each, torch takes over the session's state, so that errors do not
+add up. A kind (parameters, running means, first moments, ...) is one vector: its error is that of all its tensors in the three
+steps of a group, in the 2-norm; the median group counts. Bound: twice torch float32's own, or four roundings where that is nearly
+exact. Each tensor alone is bounded, too, so that none hides in a large sum.
 
-Adam divides a gradient by its own size: where it is zero but for rounding, rounding decides the update's
-sign, in torch as in ONNX Runtime. Such elements of parameters (size below 1e-4 of the network's
-root mean square) are left out there; their gradients and moments are compared like all others.
+Adam divides a gradient by its own size: where it is zero but for rounding, rounding decides the update's sign, in torch as in ONNX
+Runtime. Such elements of parameters (size below 1e-4 of the network's root mean square) are left out there alone.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections import defaultdict
@@ -21,34 +17,24 @@ import pytest
 import torch
 
 import bnexport
-from bnexport import model_io, tolerances
+from bnexport import tolerances
 from bnexport.training import step
-from models.deep_resnet import resnet50
 from tests.support.checks import needs_training_step
 from tests.training import following
 from tests.training.networks import NETWORKS
-from tests.training.torch_step import torch_step
+from tests.training.torch_step import state_of, torch_step
 
 pytestmark = needs_training_step
 
 # Groups of three batches.
 DRAWS = 3
-UNIT = tolerances.UNIT_ROUNDOFF["float32"]
 OPTIONS = {
     "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
     "adam": {"lr": 1e-3, "weight_decay": 1e-3},
     "adamw": {"lr": 1e-3, "amsgrad": True},
 }
-# An export of a whole network takes ten seconds and more: those are in `make test-slow`.
-QUICK = {"miniature-classifier": "adam", "miniature-segmenter": "sgd"}
-
-
-def _cases():
-    for network in NETWORKS:
-        for optimizer in OPTIONS:
-            marks = [] if QUICK.get(network) == optimizer else [pytest.mark.slow]
-            yield pytest.param(network, optimizer, True, marks=marks, id=f"{network}-{optimizer}")
-        yield pytest.param(network, "adamw", False, marks=pytest.mark.slow, id=f"{network}-no-cpu-kernels")
+QUICK = ("miniature-classifier", "adam", True), ("miniature-segmenter", "sgd", True)
+CASES = [(name, *way) for name in NETWORKS for way in (*((each, True) for each in OPTIONS), ("adamw", False))]
 
 
 def kind_of(name: str) -> str:
@@ -56,11 +42,6 @@ def kind_of(name: str) -> str:
         return name
     last = name.rpartition(".")[2]
     return last if name.startswith("optimizer.") or last.startswith("running_") else "parameter"
-
-
-def state_of(session, folder):
-    session.save_checkpoint(folder / "state.safetensors", overwrite=True)
-    return model_io.load_tensors(folder / "state.safetensors")[0]
 
 
 def well_conditioned(name, exact):
@@ -73,20 +54,15 @@ def well_conditioned(name, exact):
     return own > 1e-8 * mean_square
 
 
-@pytest.mark.parametrize(("network", "optimizer", "cpu_kernels"), _cases())
+@pytest.mark.parametrize(
+    ("network", "optimizer", "cpu_kernels"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels, tmp_path, record_property):
     net = NETWORKS[network]
     model, options = net.model(), OPTIONS[optimizer]
-    _, reached = following.export(
-        model,
-        net.loss,
-        net.batch(4),
-        tmp_path / "s.onnx",
-        optimizer=optimizer,
-        optimizer_options=options,
-        cpu_kernels=cpu_kernels,
-        verify=False,
-    )
+    given = {"optimizer": optimizer, "optimizer_options": options, "cpu_kernels": cpu_kernels, "verify": False}
+    _, reached = following.export(model, net.loss, net.batch(4), tmp_path / "s.onnx", **given)
     session = bnexport.TrainingSession(tmp_path / "s.onnx")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     squares = defaultdict(lambda: np.zeros((DRAWS, 3)))
@@ -122,26 +98,9 @@ def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels
     for kind, values in squares.items():
         ours, own = np.median(np.sqrt(values[:, :2] / values[:, 2:]), axis=0)
         record_property(kind, f"{ours:.2e} {own:.2e}")
-        assert ours <= 2 * max(own, 4 * UNIT), f"{kind}: {ours:.3g} from float64, torch float32 {own:.3g}"
+        assert ours <= 2 * max(own, 4 * tolerances.UNIT_ROUNDOFF["float32"]), (
+            f"{kind}: {ours:.3g} from float64, torch float32 {own:.3g}"
+        )
     for name, (ours, own, _) in medians.items():
         bound = tolerances.model("float32", np.array([largest[kind_of(name)]])).atol
-        assert ours <= max(2 * own, bound), (
-            f"{name}: {ours:.3g} from float64, torch float32 {own:.3g}, floor {bound:.3g}"
-        )
-
-
-@pytest.mark.slow
-def test_resnet50_exports(tmp_path):
-    """Full width, verified on one pair of 224 x 224 images."""
-    torch.manual_seed(0)
-    model = resnet50().train()
-    batch = (torch.randn(2, 3, 224, 224), torch.randint(0, 1000, (2,)))
-    result = bnexport.export_training_step(
-        model,
-        torch.nn.functional.cross_entropy,
-        batch,
-        tmp_path / "s.onnx",
-        optimizer="sgd",
-        optimizer_options=OPTIONS["sgd"],
-    )
-    assert result.verification.passed, result.verification.summary()
+        assert ours <= max(2 * own, bound), f"{name}: {ours:.3g} from float64, torch {own:.3g}, floor {bound:.3g}"

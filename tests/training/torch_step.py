@@ -1,14 +1,22 @@
 """One training step with torch itself: torch.nn, autograd and torch.optim, from any state, in any precision."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from bnexport import TrainingSession, model_io
+
+
+def state_of(session: TrainingSession, folder: Path) -> dict[str, np.ndarray]:
+    """All that a session keeps, under the names of a training graph."""
+    session.save_checkpoint(folder / "state.safetensors", overwrite=True)
+    return model_io.load_tensors(folder / "state.safetensors")[0]
+
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 

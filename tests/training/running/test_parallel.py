@@ -1,24 +1,30 @@
 """Training on two processes over gloo against one process with the joint batch."""
 
-from __future__ import annotations
-
+import functools
+import os
+import signal
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import GroupError, UnsupportedModelError, UsageError
+from bnexport.sync_bn import distributed
 from bnexport.training.graph import keep_gradients
 from bnexport.training.processes import share_of_loss
 from bnexport.training.session import TrainingSession
-from tests.support.cluster import Cluster, run_once
-from tests.training.running.parallel_jobs import run_jobs, run_jobs_once
+from tests.support.cluster import Cluster, Raised, join, run_once
+from tests.support.modules import compose
 
+Batch = tuple[np.ndarray, ...]
 IGNORED = 255
 # Rows of the two ranks in each step; torch's DDP knows equal ones only.
 SPLITS = [(3, 3), (5, 2), (1, 3), (3, 1), (1, 6), (2, 2)]
@@ -56,24 +62,21 @@ def rows(count: int, seed: int, dense: bool = False) -> tuple[np.ndarray, np.nda
     return images, labels
 
 
+def parts(step: int, dense: bool = False) -> list[Batch]:
+    joint = [np.split(array, [SPLITS[step][0]]) for array in rows(sum(SPLITS[step]), step, dense)]
+    return list(zip(*joint))
+
+
+def joined(batches: list[Batch]) -> Batch:
+    return tuple(map(np.concatenate, zip(*batches)))
+
+
 def sum_loss(output, target):
     return nn.functional.cross_entropy(output, target, reduction="sum")
 
 
 def ignoring_loss(output, target):
     return nn.functional.cross_entropy(output, target, ignore_index=IGNORED)
-
-
-def save_batches(path: Path, dense: bool = False) -> None:
-    """Those of each rank, and their joint batch as that of rank "all"."""
-    arrays = {}
-    for step, counts in enumerate(SPLITS):
-        joint = rows(sum(counts), step, dense)
-        for position, array in enumerate(joint):
-            arrays[f"{step}/all/{position}"] = array
-            for rank, part in enumerate(np.split(array, [counts[0]])):
-                arrays[f"{step}/{rank}/{position}"] = part
-    np.savez(path, **arrays)
 
 
 EXPORTS = {
@@ -87,70 +90,81 @@ EXPORTS = {
 }  # fmt: skip
 
 
-class Steps:
-    """Exported steps with their batches beside them, and what two processes make of them: each made when it is asked for."""
-
-    def __init__(self, folder: Path, cluster: Cluster) -> None:
-        self.folder, self.cluster = folder, cluster
-
-    def path(self, name: str) -> Path:
-        path = self.folder / f"{name}.onnx"
-        if not path.exists():
-            options = dict(EXPORTS[name])
-            dense, loss = options.pop("dense", False), options.pop("loss", nn.functional.cross_entropy)
-            example = tuple(torch.from_numpy(array) for array in rows(4, 9, dense))
-            save_batches(path.with_suffix(".npz"), dense)
-            bnexport.export_training_step(net(dense), loss, example, path, verify=False, **options)
-        return path
-
-    def batches(self, name: str) -> dict[str, np.ndarray]:
-        return dict(np.load(self.path(name).with_suffix(".npz")))
-
-    def results(self, job: str) -> list[dict[str, np.ndarray]]:
-        """What both processes have at the end of a job."""
-        if not (self.folder / f"{job}_0.npz").exists():
-            given = {"export": job, "steps": [0, len(SPLITS)], **JOBS[job]}
-            name = given["export"]
-            if "load" in given:
-                self.results(given["load"])
-            if name == "weighted":
-                targets = self.batches(name)
-                given["weights"] = [
-                    [int((targets[f"{step}/{rank}/1"] != IGNORED).sum()) for rank in range(2)]
-                    for step in range(len(SPLITS))
-                ]
-            self.cluster.call(2, run_jobs, [{**given, "name": job, "path": str(self.path(name))}], self.folder)
-        return results(self.folder, job)
-
-
-JOBS = {
+JOBS: dict[str, dict[str, Any]] = {
     "sgd": {"save": "sgd"},
     "adamw": {},
-    "begun": {"export": "adamw", "steps": [0, 3], "save": "begun"},
-    "resumed": {"export": "adamw", "steps": [3, len(SPLITS)], "load": "begun"},
+    "begun": {"export": "adamw", "steps": range(3), "save": "begun"},
+    "resumed": {"export": "adamw", "steps": range(3, len(SPLITS)), "load": "begun"},
     "sum": {"gradients": True, "loss_reduction": "sum"},
-    "weighted": {"gradients": True},
+    "weighted": {"gradients": True, "weighted": True},
 }
 
 
-def results(folder: Path, job: str) -> list[dict[str, np.ndarray]]:
-    for rank in range(2):
-        error = folder / f"{job}_{rank}.txt"
-        assert not error.exists(), error.read_text()
-    return [dict(np.load(folder / f"{job}_{rank}.npz")) for rank in range(2)]
+def train(group: Any, path: Path, batches: list[list[Batch]], job: dict[str, Any]) -> dict[str, Any]:
+    """What one process of a group does: losses, outputs and gradients of its steps, and the state after them."""
+    rank, options = dist.get_rank(group), onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    reduction = job.get("loss_reduction", "mean")
+    session = TrainingSession(path, session_options=options, group=group, loss_reduction=reduction)
+    assert distributed.published_name(distributed.name_of(group)) in (None, "world"), "exports would write the name"
+    if "load" in job:
+        session.load_checkpoint(path.parent / job["load"])
+    if job.get("other_state") == rank:
+        session.load_state_dict({"out.bias": np.full(3, 7.0, np.float32)}, strict=False)
+    if job.get("other_rate") == rank:
+        session.learning_rate = 7.0
+    results, losses = {}, []
+    for step, given in enumerate(batches):
+        if job.get("dies") == [rank, step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        weight = int((given[rank][1] != IGNORED).sum()) if job.get("weighted") else None
+        if job.get("gradients"):
+            loss, gradients = session.gradients(given[rank], weight=weight)
+            results |= {f"{step}/{name}": array for name, array in gradients.items()}
+        else:
+            loss = session.step(given[rank], weight=weight)
+        losses.append(loss)
+        results |= {f"{step}/{name}": array for name, array in session.outputs.items()}
+    results |= {f"state/{name}": session._state.get(name) for name in session._state.names()}
+    if rank == 0 and "save" in job:
+        session.save_checkpoint(path.parent / job["save"], overwrite=True)
+    dist.barrier(group)
+    return {"losses": np.array(losses), **results}
+
+
+def train_once(rank: int, size: int, port: int, *arguments: Any) -> dict[str, Any]:
+    join(rank, size, port)
+    return train(dist.group.WORLD, *arguments)
 
 
 @pytest.fixture(scope="module")
-def steps(cluster: Cluster, tmp_path_factory) -> Steps:
-    return Steps(tmp_path_factory.mktemp("steps"), cluster)
+def steps(cluster: Cluster, tmp_path_factory: Any) -> types.SimpleNamespace:
+    """Exported steps, and what two processes have at the end of a job: each made when it is asked for."""
+    folder = tmp_path_factory.mktemp("steps")
+
+    @functools.cache
+    def path(name: str) -> Path:
+        options = dict(EXPORTS[name])
+        dense, loss = options.pop("dense", False), options.pop("loss", nn.functional.cross_entropy)
+        example = tuple(torch.from_numpy(array) for array in rows(4, 9, dense))
+        bnexport.export_training_step(net(dense), loss, example, folder / f"{name}.onnx", verify=False, **options)
+        return folder / f"{name}.onnx"
+
+    @functools.cache
+    def results(name: str) -> list[dict[str, np.ndarray]]:
+        job = JOBS[name]
+        if "load" in job:
+            results(job["load"])
+        batches = [parts(step, name == "weighted") for step in job.get("steps", range(len(SPLITS)))]
+        return cluster.call(2, train, path(job.get("export", name)), batches, job)
+
+    return types.SimpleNamespace(folder=folder, path=path, results=results)
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
     """Two float32 computations of one value: twice the bound of whole models."""
-    if not np.issubdtype(expected.dtype, np.floating):
-        assert np.array_equal(got, expected), what
-        return
-    bound = 2 * tolerances.model("float32", expected).atol
+    bound = 2 * tolerances.model("float32", expected).atol if expected.dtype.kind == "f" else 0
     np.testing.assert_allclose(got, expected, rtol=0, atol=bound, err_msg=what)
 
 
@@ -158,13 +172,11 @@ def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
 def test_two_processes_make_the_step_of_the_joint_batch(steps, name):
     first, second = steps.results(name)
     alone = TrainingSession(steps.path(name))
-    batches = steps.batches(name)
     for step, counts in enumerate(SPLITS):
-        loss = alone.step((batches[f"{step}/all/0"], batches[f"{step}/all/1"]))
+        loss = alone.step(joined(parts(step)))
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5)
         for key, output in alone.outputs.items():
-            parts = np.split(output, [counts[0]])
-            for rank, part in enumerate(parts):
+            for rank, part in enumerate(np.split(output, [counts[0]])):
                 assert_close((first, second)[rank][f"{step}/{key}"], part, f"{key} of rank {rank} in step {step}")
     for key in alone._state.names():
         assert_close(first[f"state/{key}"], alone._state.get(key), key)
@@ -200,57 +212,43 @@ def test_all_resume_to_the_bits_of_a_training_without_a_stop(steps):
 def test_gradients_are_those_of_the_joint_loss(steps, name):
     """A sum over rows, and a mean over the pixels that are not ignored."""
     first, _ = steps.results(name)
-    batches = steps.batches(name)
     alone = TrainingSession(steps.path(name))
     for step in range(len(SPLITS)):
-        loss, gradients = alone.gradients((batches[f"{step}/all/0"], batches[f"{step}/all/1"]))
+        loss, gradients = alone.gradients(joined(parts(step, name == "weighted")))
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5)
         for key, gradient in gradients.items():
             assert_close(first[f"{step}/{key}"], gradient, f"{key} in step {step}")
 
 
-def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
-    """Ranks that disagree, a refused batch and a killed process; after all but the last the group is whole."""
-    path = str(steps.path("sgd"))
-    bad = tmp_path / "bad.onnx"
-    for suffix in (".onnx", ".eval.onnx", ".safetensors"):
-        (tmp_path / f"bad{suffix}").write_bytes((steps.folder / f"sgd{suffix}").read_bytes())
-    arrays = steps.batches("sgd")
-    arrays["0/1/0"] = arrays["0/1/0"].astype(np.float64)
-    arrays["1/1/0"] = arrays["1/1/0"][:0]
-    arrays["4/1/0"] = np.full_like(arrays["4/1/0"], np.inf)
-    np.savez(tmp_path / "bad.npz", **arrays)
-    outcomes = run_once(
-        2,
-        run_jobs_once,
-        [
-            {"name": "rate", "path": path, "steps": [0, 1], "other_rate": 1},
-            {"name": "state", "path": path, "steps": [0, 1], "other_state": 1},
-            {"name": "refused", "path": str(bad), "steps": [0, 1]},
-            {"name": "empty", "path": str(bad), "steps": [1, 2]},
-            {"name": "nan", "path": str(bad), "steps": [4, 5]},
-            {"name": "good", "path": path, "steps": [0, 2]},
-            {"name": "killed", "path": path, "steps": [0, 4], "dies": [1, 2]},
-        ],
-        tmp_path,
-        timeout=200,  # less than the group's: the connections of a killed process are closed
-    )
-    assert outcomes == ["done", None]
+def test_what_goes_wrong_is_an_error_on_every_process(steps, cluster):
+    """Ranks that disagree, and a refused batch; after each the group is whole."""
+    path, batches = steps.path("sgd"), [parts(step) for step in range(2)]
+    own, (images, labels) = batches[0]
 
-    def errors(job: str) -> list[str]:
-        return [(tmp_path / f"{job}_{rank}.txt").read_text() for rank in range(2)]
+    def errors(job: dict[str, Any], *second: Any) -> list[str]:
+        found = cluster.run(2, train, path, [[own, second or (images, labels)]], job)
+        assert all(isinstance(each, Raised) for each in found)
+        return [f"{each.type}: {each.message}" for each in found]
 
-    assert all(error.startswith("GroupError: learning_rate: the ranks have 0.05, 7;") for error in errors("rate"))
-    assert all("the state or the graph of rank 1 is not that of rank 0" in error for error in errors("state"))
-    assert errors("refused")[0].startswith("GroupError: the batch of rank 1 was refused there")
-    assert errors("refused")[1].startswith("UsageError: image: got an array of float64")
-    assert errors("empty")[0].startswith("GroupError: the batch of rank 1 was refused there")
-    assert errors("empty")[1].startswith("UsageError: image: got an empty batch")
-    assert all(error.startswith("DivergedError: the loss of rank") for error in errors("nan"))
-    assert results(tmp_path, "good")
-    killed = (tmp_path / "killed_0.txt").read_text()
-    assert killed.startswith("GroupError: ") and "rank 0" in killed
-    assert not (tmp_path / "killed_1.txt").exists()
+    disagree = errors({"other_rate": 1})
+    assert all(error.startswith("GroupError: learning_rate: the ranks have 0.05, 7;") for error in disagree)
+    disagree = errors({"other_state": 1})
+    assert all("the state or the graph of rank 1 is not that of rank 0" in error for error in disagree)
+    for wrong, what in ((images.astype(np.float64), "an array of float64"), (images[:0], "an empty batch")):
+        first, second = errors({}, wrong, labels)
+        assert first.startswith("GroupError: the batch of rank 1 was refused there")
+        assert second.startswith(f"UsageError: image: got {what}")
+    diverged = errors({}, np.full_like(images, np.inf), labels)
+    assert all(error.startswith("DivergedError: the loss of rank") for error in diverged)
+    cluster.call(2, train, path, batches, {})
+
+
+def test_a_killed_process_is_an_error(steps):
+    # Less than the group's time: the connections of a killed process are closed.
+    batches = [parts(step) for step in range(4)]
+    survivor, killed = run_once(2, train_once, steps.path("sgd"), batches, {"dies": [1, 2]}, timeout=200)
+    assert killed is None
+    assert isinstance(survivor, Raised) and survivor.type == "GroupError" and "rank 0" in survivor.message
 
 
 def test_shares_of_the_joint_loss():
@@ -263,34 +261,22 @@ def test_shares_of_the_joint_loss():
             share_of_loss(np.array(wrong), 0, mean=True)
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 3)
-        self.register_buffer("largest", torch.zeros(4))
-
-    def forward(self, x):
-        self.largest = torch.maximum(self.largest, x.detach().amax(0))
-        return self.out(self.norm(x) / (1 + self.largest))
+def largest_so_far(self, x):
+    self.largest = torch.maximum(self.largest, x.detach().amax(0))
+    return self.out(self.norm(x) / (1 + self.largest))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "match"),
-    [
-        (Counting, {}, "buffer 'largest': its update depends on the rows of a process"),
-        (lambda: nn.Sequential(nn.Linear(4, 3)), {"standard_ops_only": True}, "without standard_ops_only"),
-    ],
-    ids=["local-buffer", "standard-ops"],
-)
-def test_steps_that_would_differ_between_processes_are_refused(tmp_path, model, options, match):
-    batch = (torch.randn(4, 4), torch.randint(0, 3, (4,)))
-    path = tmp_path / "step.onnx"
-    result = bnexport.export_training_step(
-        model().train(), nn.functional.cross_entropy, batch, path, verify=False, **options
-    )
-    description = TrainingSession(path)._description
-    with pytest.raises(UnsupportedModelError, match=match):
-        keep_gradients(result.model, description, "world", 2, 0, str(path))
+def test_steps_that_would_differ_between_processes_are_refused(tmp_path):
+    batch, path = (torch.randn(4, 4), torch.randint(0, 3, (4,))), tmp_path / "step.onnx"
+    counting = compose(largest_so_far, norm=nn.BatchNorm1d(4), out=nn.Linear(4, 3), largest=torch.zeros(4))
+    for model, standard, match in (
+        (counting, False, "buffer 'largest': its update depends on the rows of a process"),
+        (nn.Linear(4, 3), True, "without standard_ops_only"),
+    ):
+        options = {"standard_ops_only": standard, "verify": False, "overwrite": True}
+        result = bnexport.export_training_step(model.train(), nn.functional.cross_entropy, batch, path, **options)
+        with pytest.raises(UnsupportedModelError, match=match):
+            keep_gradients(result.model, TrainingSession(path)._description, "world", 2, 0, str(path))
 
 
 def test_a_group_needs_torch_distributed(steps):

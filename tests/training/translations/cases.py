@@ -4,59 +4,68 @@ A case is a function of tensors. The graph of a group of cases computes each fun
 the gradients of cos(y) summed over all its outputs y, by every floating-point input; tracing it once
 for all cases makes a case cost milliseconds. The batch is dynamic and differs from the traced one.
 
+A call is an overload with its arguments: a translation by itself, without tracing.
+
 Bound: twice the error that torch has in float32, and at least that of a few roundings of the largest
 value (tolerances.forward).
 """
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import torch
+from onnxscript import evaluator, opset18
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.onnx._internal.exporter._building import OpRecorder
 
 import bnexport
 from bnexport import tolerances
-from bnexport.training import dropout
+from bnexport.training import contract, dropout
 from bnexport.training.translations import decompositions, translation_table
 from bnexport.training.translations.resampling import Interpolation
+from tests.support.modules import compose
 
 Tensor = torch.Tensor
-
-TRACED_BATCH = 3
-BATCH = 5
+Shape = Sequence[int | str] | Callable[[int], Tensor]
+TRACED_BATCH, BATCH, CALL_BATCH = 3, 5, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`function` of inputs made by `make`, a function of the batch size; `batched` says which have it in dimension 0."""
+    """`function` of inputs by shape: "N" stands for the batch size. A callable makes an input of a batch size itself."""
 
     name: str
     function: Callable[..., Any]
-    make: Callable[[int], Sequence[Tensor]]
-    batched: tuple[bool, ...]
+    shapes: tuple[Shape, ...]
 
-
-def case(name: str, function: Callable[..., Any], *shapes: Sequence[int | str] | Callable[[int], Tensor]) -> Case:
-    """Inputs by shape: "N" stands for the batch size. A callable makes an input of a batch size itself."""
-
-    def make(batch: int) -> list[Tensor]:
+    def make(self, batch: int) -> list[Tensor]:
         return [
             shape(batch) if callable(shape) else torch.randn([batch if size == "N" else int(size) for size in shape])
-            for shape in shapes
+            for shape in self.shapes
         ]
 
-    return Case(name, function, make, tuple(callable(shape) or "N" in shape for shape in shapes))
+    @property
+    def batched(self) -> list[bool]:
+        """Which inputs have the batch in dimension 0."""
+        return [callable(shape) or "N" in shape for shape in self.shapes]
+
+
+def case(name: str, function: Callable[..., Any], *shapes: Shape) -> Case:
+    return Case(name, function, shapes)
+
+
+def integers(below: int, *shape: int | str) -> Callable[[int], Tensor]:
+    return lambda batch: torch.randint(0, below, [batch if size == "N" else int(size) for size in shape])
 
 
 def results(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -71,37 +80,27 @@ def results(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tens
     return [y.detach() for y in outputs] + [g for g in grads if g is not None]
 
 
-class _Joint(torch.nn.Module):
-    def __init__(self, recorded: torch.nn.Module) -> None:
-        super().__init__()
-        self.recorded = recorded
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.recorded(*inputs)
-
-
 def export(cases: Sequence[Case], standard_ops_only: bool = True) -> onnx.ModelProto:
     """One graph that computes `results` of all cases, one after another."""
-    counts = [len(case.batched) for case in cases]
     inputs = [x for case in cases for x in case.make(TRACED_BATCH)]
+    batched = [flag for case in cases for flag in case.batched]
 
     def joint(*flat: Tensor) -> list[Tensor]:
-        outputs, start = [], 0
+        rest, outputs = iter(flat), []
         with Interpolation():
-            for case, count in zip(cases, counts):
-                outputs += results(case.function, flat[start : start + count])
-                start += count
+            for case in cases:
+                outputs += results(case.function, list(itertools.islice(rest, len(case.shapes))))
         return outputs
 
     batch = torch.export.Dim("batch", min=2, max=4096)
-    shapes = tuple({0: batch} if dynamic else None for case in cases for dynamic in case.batched)
+    shapes = tuple({0: batch} if dynamic else None for dynamic in batched)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = make_fx(joint, decompositions(), tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-            *_fake(inputs, cases)
-        )
+        record = make_fx(joint, decompositions(), tracing_mode="symbolic", _allow_non_fake_inputs=True)
+        graph = record(*_fake(inputs, batched))
         graph.graph.eliminate_dead_code()
-        program = torch.export.export(_Joint(graph), tuple(inputs), dynamic_shapes=(shapes,), strict=False)
+        whole = compose(lambda self, *inputs: self.recorded(*inputs), recorded=graph)
+        program = torch.export.export(whole, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
         exported = torch.onnx.export(
             program,
             dynamo=True,
@@ -115,11 +114,11 @@ def export(cases: Sequence[Case], standard_ops_only: bool = True) -> onnx.ModelP
     return exported.model_proto
 
 
-def _fake(inputs: Sequence[Tensor], cases: Sequence[Case]) -> list[Tensor]:
+def _fake(inputs: Sequence[Tensor], batched: Sequence[bool]) -> list[Tensor]:
     """Fake inputs whose sizes are static but for the batch's."""
     mode = FakeTensorMode(shape_env=symbolic_shapes.ShapeEnv(), allow_non_fake_inputs=True)
     fakes = []
-    for index, (x, dynamic) in enumerate(zip(inputs, (flag for case in cases for flag in case.batched))):
+    for index, (x, dynamic) in enumerate(zip(inputs, batched)):
         sizes = [symbolic_shapes.DimDynamic.STATIC] * x.dim()
         if dynamic:
             sizes[0] = symbolic_shapes.DimDynamic.DUCK
@@ -139,20 +138,7 @@ def run(model: onnx.ModelProto, inputs: Sequence[Tensor], library: bool = False)
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Waiting for a second thread would take longer than these small operators do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def check(cases: Sequence[Case], standard_ops_only: bool = True, library: bool = False) -> None:
-    """Fails with a list of the cases that miss the bound."""
     torch.manual_seed(1)
     model = export(cases, standard_ops_only)
     made = [case.make(BATCH) for case in cases]
@@ -160,10 +146,14 @@ def check(cases: Sequence[Case], standard_ops_only: bool = True, library: bool =
     failures = []
     for case, inputs in zip(cases, made):
         single = results(case.function, inputs)
-        exact = results(case.function, [x.double() if x.is_floating_point() else x for x in inputs])
+        exact = results(case.function, double(inputs))
         for index, (own, expected) in enumerate(zip(single, exact)):
             failures += failure(f"{case.name}, result {index}", next(got), own.numpy(), expected.numpy())
     assert not failures, "\n".join(failures)
+
+
+def double(arguments: Sequence[Any]) -> list[Any]:
+    return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
 
 
 def failure(name: str, got: np.ndarray, own: np.ndarray, expected: np.ndarray) -> list[str]:
@@ -175,3 +165,62 @@ def failure(name: str, got: np.ndarray, own: np.ndarray, expected: np.ndarray) -
     bound = tolerances.forward("float32", weight=largest).atol
     error, allowed = np.abs(got - expected).max(), max(bound, 2 * float(np.abs(own - expected).max()))
     return [] if error <= allowed else [f"{name}: error {error:.2e}, allowed {allowed:.2e}, largest {largest:.2e}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`arguments`: the operator's; dimension 0 of the tensors at the positions `batched` is dynamic."""
+
+    name: str
+    overload: Any
+    arguments: tuple[Any, ...]
+    batched: tuple[int, ...] = (0,)
+
+
+def graph(calls: Sequence[Call], with_cpu_kernels: bool = False) -> tuple[onnx.ModelProto, list[Tensor]]:
+    """One graph of all calls, and its inputs."""
+    table = translation_table(with_cpu_kernels=with_cpu_kernels)
+    tensors: list[Tensor] = []
+    inputs: list[ir.Value] = []
+    outputs: list[ir.Value] = []
+
+    def value(position: int, argument: Any, call: Call) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        shape = ["batch" if index == 0 and position in call.batched else n for index, n in enumerate(argument.shape)]
+        dtype = ir.DataType.FLOAT if argument.is_floating_point() else ir.DataType.INT64
+        inputs.append(ir.Value(name=f"x{len(inputs)}", shape=ir.Shape(shape), type=ir.TensorType(dtype)))
+        tensors.append(argument)
+        return inputs[-1]
+
+    recorder = OpRecorder(opset18, {})
+    with evaluator.default_as(recorder):
+        for call in calls:
+            arguments = [value(position, argument, call) for position, argument in enumerate(call.arguments)]
+            # An argument can be the result: a convolution with one tap and nothing to sum.
+            outputs += [opset18.Identity(output) for output in _tuple(table[call.overload](*arguments))]
+    for index, output in enumerate(outputs):
+        output.name = f"y{index}"
+    imports = {"": 18, contract.DOMAIN: contract.VERSION}
+    model = ir.Model(ir.Graph(inputs, outputs, nodes=recorder.nodes, opset_imports=imports), ir_version=9)
+    for index, output in enumerate(output for node in recorder.nodes for output in node.outputs):
+        output.name = output.name or f"v{index}"
+    return ir.to_proto(model), tensors
+
+
+def check_calls(calls: Sequence[Call], with_cpu_kernels: bool = False) -> None:
+    model, tensors = graph(calls, with_cpu_kernels)
+    got = iter(run(model, tensors, library=True))
+    failures = []
+    for call in calls:
+        single = _tuple(call.overload(*call.arguments))
+        exact = _tuple(call.overload(*double(call.arguments)))
+        for index, (own, expected) in enumerate(zip(single, exact)):
+            result = next(got)
+            if own is not None and expected is not None and own.numel():
+                failures += failure(f"{call.name}, output {index}", result, own.numpy(), expected.numpy())
+    assert not failures, "\n".join(failures)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

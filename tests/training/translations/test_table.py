@@ -53,17 +53,12 @@ def test_a_number_may_depend_on_the_batch():
 
 def test_nodes_carry_the_group():
     image, vector = value("batch", 4, 3, 3), value(4)
-    (forward, *_), outputs = record(
-        operators.sync_batch_norm, image, vector, vector, vector, vector, True, 0.3, 1e-3, *GROUP
-    )
-    backward = record(
-        operators.sync_batch_norm_backward, image, image, vector, value(4), value(4), True, [True] * 3, *GROUP
-    )[0][0]
+    (forward, *_), outputs = record(operators.sync_batch_norm, image, *[vector] * 4, True, 0.3, 1e-3, *GROUP)
+    tensors = image, image, vector, value(4), value(4)
+    backward = record(operators.sync_batch_norm_backward, *tensors, True, [True] * 3, *GROUP)[0][0]
     for node in (forward, backward):
-        assert node.attributes["group"].as_string() == "pair"
-        assert node.attributes["group_size"].as_int() == 2
-        assert node.attributes["stats_mode"].as_string() == "N"
-        assert node.attributes["training_mode"].as_int() == 1
+        found = {name: node.attributes[name].value for name in ("group", "group_size", "stats_mode", "training_mode")}
+        assert found == {"group": "pair", "group_size": 2, "stats_mode": "N", "training_mode": 1}
     assert backward.attributes["grad_reduction"].as_string() == "mean"
     assert forward.attributes["momentum"].as_float() == pytest.approx(0.3)
     assert set(forward.attributes) == {attribute.name for attribute in schema.SYNC_BATCH_NORM.attributes}
@@ -112,9 +107,8 @@ def test_cpu_kernels_are_for_float32(overload, shapes, rest, name, dtype):
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, True), (True, True, True)])
 def test_gradients_that_nobody_needs_have_no_name(mask):
     image, vector = value("batch", 4, 3, 3), value(4)
-    nodes, _ = record(
-        operators.sync_batch_norm_backward, image, image, vector, value(4), value(4), True, list(mask), *GROUP
-    )
+    tensors = image, image, vector, value(4), value(4)
+    nodes, _ = record(operators.sync_batch_norm_backward, *tensors, True, list(mask), *GROUP)
     named = [output.name != "" for output in nodes[0].outputs]
     assert named == [mask[0], False, False, mask[1], mask[2]]
 
@@ -122,19 +116,14 @@ def test_gradients_that_nobody_needs_have_no_name(mask):
 def test_standard_operators_cannot_communicate():
     vectors = [value(4) for _ in range(4)]
     with pytest.raises(UnsupportedModelError, match="'pair' of 2 processes, expected 1"):
-        record(
-            operators.sync_batch_norm,
-            value("batch", 4, 3, 3), *vectors, True, 0.1, 1e-5, *GROUP,
-            standard_ops_only=True,
-        )  # fmt: skip
+        tensors = value("batch", 4, 3, 3), *vectors
+        record(operators.sync_batch_norm, *tensors, True, 0.1, 1e-5, *GROUP, standard_ops_only=True)
 
 
 WIDE = ("batch", 3, "height", 8)
+CONVOLUTION = (value(*WIDE), value(*WIDE), value(3, 3, 3, 3), [3], [1], [1], [1], False, [0], 1, [True] * 3)
 DYNAMIC = [
-    (
-        ATEN.convolution_backward.default,
-        (value(*WIDE), value(*WIDE), value(3, 3, 3, 3), [3], [1], [1], [1], False, [0], 1, [True] * 3),
-    ),
+    (ATEN.convolution_backward.default, CONVOLUTION),
     (ATEN.max_pool2d_with_indices.default, (value(*WIDE), [3], [2], [1], [1], True)),
     (ATEN.avg_pool2d.default, (value(*WIDE), [3], [2], [1], True)),
     (ATEN.avg_pool2d_backward.default, (value(*WIDE), value(*WIDE), [3], [2], [1], False, True)),
@@ -148,14 +137,11 @@ DYNAMIC = [
 @pytest.mark.parametrize(("overload", "arguments"), DYNAMIC, ids=[str(overload) for overload, _ in DYNAMIC])
 def test_dynamic_sizes_are_refused_where_a_form_needs_them(overload, arguments):
     name = str(overload).removeprefix("aten.").removesuffix(".default")
-    with pytest.raises(
-        UnsupportedModelError, match=rf"^aten::{name}: got .*batch, 3, height, 8.* expected static sizes"
-    ):
+    message = rf"^aten::{name}: got .*batch, 3, height, 8.* expected static sizes"
+    with pytest.raises(UnsupportedModelError, match=message):
         record(overload, *arguments)
 
 
 def test_dynamic_sizes_are_enough_for_plain_pooling():
-    nodes, _ = record(ATEN.max_pool2d_with_indices.default, value(*WIDE), [3], [2], [1])
-    assert nodes[0].op_type == "MaxPool"
-    nodes, _ = record(ATEN.avg_pool2d.default, value(*WIDE), [3], [2], [1])
-    assert nodes[0].op_type == "AveragePool"
+    for overload, kind in ((ATEN.max_pool2d_with_indices.default, "MaxPool"), (ATEN.avg_pool2d.default, "AveragePool")):
+        assert record(overload, value(*WIDE), [3], [2], [1])[0][0].op_type == kind
