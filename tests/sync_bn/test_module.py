@@ -331,3 +331,15 @@ def test_the_number_of_channels_of_a_module_that_does_not_say_it():
     del module.num_features
     with pytest.raises(UsageError, match="BatchNorm1d: cannot tell its number of channels"):
         convert_sync_batchnorm(module)
+
+
+@pytest.mark.parametrize("kind", [SyncBatchNorm, nn.BatchNorm2d])
+def test_statistics_that_no_layer_may_write(kind):
+    """Those made in inference mode, and those that ask for gradients."""
+    with torch.inference_mode():
+        made = kind(3, affine=False)
+    leaf = kind(3, affine=False)
+    leaf.running_mean.requires_grad_()
+    for norm in (made, leaf):
+        with pytest.raises(RuntimeError):
+            norm(torch.randn(4, 3, 5, 5))

@@ -195,10 +195,10 @@ def test_gradients_that_are_zero_but_for_rounding(options, tmp_path):
 
 
 def test_accumulation_averages_gradients(tmp_path):
-    """Three batches of a model without batch norm: one update with the mean of their gradients, as torch makes it."""
+    """Three batches of a model without batch norm: one update with the mean of their gradients, clipped, as torch makes it."""
     model = sequence(nn.Flatten(), nn.Linear(50, 3))
     options = {"lr": 0.1, "momentum": 0.9}
-    _, session = export(model, tmp_path / "s.onnx", optimizer_options=options, accumulate=3)
+    _, session = export(model, tmp_path / "s.onnx", optimizer_options=options, accumulate=3, clip_grad_norm=0.2)
     rule = torch.optim.SGD(model.parameters(), **options)
     for call in range(7):
         data = batch(4, call)
@@ -207,6 +207,7 @@ def test_accumulation_averages_gradients(tmp_path):
         loss.backward()
         assert 3 * loss.item() == pytest.approx(session.step(arrays(data)), rel=1e-5)
         if call % 3 == 2:
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
             rule.step()
             rule.zero_grad()
         else:
