@@ -108,7 +108,8 @@ def fold_module(
         if method != "local" and inputs is not None and (result is None or result.status != "failed"):
             whole = compare(_to_run(model), _to_run(folded), inputs)
             result = whole if result is None else result.joined(whole)
-        if result is not None and result.status == "failed":
+        assert result is not None, "nothing compared what has changed"
+        if result.status == "failed":
             raise VerificationError(f"the folded module differs from the original: {result.reason}")
         report = dataclasses.replace(report, verification=result)
     folded.fold_report = report

@@ -49,6 +49,7 @@ def test_it_folds(name: str) -> None:
     assert all(site.reason for site in result.report.kept)
     names = [node.name for node in proto.graph.node if node.name]
     assert len(set(names)) == len(names)
+    assert all(name for site in result.report.sites for name in (*site.nodes, *site.targets))
     codes = {refusal.code for site in result.report.sites for refusal in site.refusals}
     assert not case.refused or case.refused in codes
     if result.report.folded and "verify" not in case.options:
