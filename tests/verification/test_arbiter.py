@@ -172,6 +172,14 @@ def test_smaller_inputs_decide(make: Callable[[np.ndarray], Any]) -> None:
     assert compare(overflowing(2.0), overflowing(2.1), make(X))[0].status == "failed"
 
 
+def test_smaller_inputs_decide_where_some_numbers_are_infinite() -> None:
+    def partly(x: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(x) > 1, np.inf, x).astype(x.dtype)
+
+    verdict, _ = compare(partly, partly)
+    assert verdict.passed and verdict.input_scale < 1
+
+
 def test_float64_decides_between_rounding_errors() -> None:
     """Both are off by what cancels; the truth is near both."""
 

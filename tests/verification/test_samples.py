@@ -24,6 +24,7 @@ RANGES = [
     ("h = Cast <to = 2> (x) y = Cast <to = 1> (h)", BYTE, INT64),
     ("h = Cast <to = 6> (x) y = Gather (t, h)", INDICES, None),
     ("h = Cast <to = 6> (x) c = Cast <to = 7> (h) y = Tile (t, c)", BIT, None),
+    ("l = Less (x, many) y = Cast <to = 1> (l)", ((-2000, 2000), *BYTE), INT64),
     ("y = Gather (t, x)", INDICES, None),
     ("h = Unsqueeze (x, o) y = Gather <axis = 1> (t, h)", COLUMNS, None),
     ("y = Gather (z, x)", BIT, None),
@@ -40,7 +41,7 @@ RANGES = [
 def test_ranges_of_integers(nodes: str, ranges: tuple[tuple[int, int], ...], whole: tuple[int, int] | None) -> None:
     header = '<ir_version: 8, opset_import: ["": 17, "my": 1]>'
     body = f"g (int64[2] x, float[N,4] z) => (float[A,B] y) {{ {nodes} }}"
-    proto = ir.from_proto(model(body, values={"t": TABLE, "o": np.array([0])}, header=header))
+    proto = ir.from_proto(model(body, values={"t": TABLE, "o": np.array([0]), "many": np.array(1000)}, header=header))
     assert find_ranges(proto.graph.inputs[0], proto) == (ranges, whole)
 
 
