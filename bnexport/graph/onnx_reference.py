@@ -3,7 +3,7 @@
 Wrong, whatever the model says (onnx 1.23): Softmax, LogSoftmax and Hardmax before opset 13, which are those of opset 13;
 BatchNormalization before opset 14, which blends the statistics of the batch into the given ones, or takes them alone;
 GlobalMaxPool of data that is no image; Squeeze of an empty list of axes, Unsqueeze of one that is not sorted, and Shape up to
-an end before the first axis. `tests/graph/test_onnx_reference.py` fails once onnx has mended one of them.
+an end before the first axis. `tests/graph/test_constants.py` fails once onnx has mended one of them.
 Inexact: DequantizeLinear, of integers beyond 2**24. Slow: Conv and ConvTranspose,
 
     y[n, o](p) = sum_ij W[o, i, j] x[n, i](stride p + dilation j - begin)    and its transpose,

@@ -23,9 +23,19 @@ from bnexport.runtime import sessions as runtime_sessions
 from bnexport.runtime.sessions import InferenceSession
 from bnexport.training.api import export_training_step
 from bnexport.training.session import TrainingSession
-from tests.malicious.attempts import SECRET, WEIGHT, example
+from tests.malicious.attempts import SECRET, WEIGHT, data, example, external
 
 Change = Callable[[Path, Path], None]
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A model in a folder of its own, with external data, beside a file that it must not reach."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    folder = tmp_path / "victim"
+    folder.mkdir()
+    data(folder)
+    return external(folder)
 
 
 def replace_by_another_file(data: Path, secret: Path) -> None:

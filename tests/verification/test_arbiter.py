@@ -180,16 +180,6 @@ def test_smaller_inputs_decide_where_some_numbers_are_infinite() -> None:
     assert verdict.passed and verdict.input_scale < 1
 
 
-def test_float64_decides_between_rounding_errors() -> None:
-    """Both are off by what cancels; the truth is near both."""
-
-    def off(large: float) -> Function:
-        return lambda x: x + x.dtype.type(large) - x.dtype.type(large)
-
-    verdict, _ = compare(off(3e5), off(1.5e5), X * np.float32(100))
-    assert (verdict.status, verdict.outputs[0].bound) == ("passed", "float64")
-
-
 def test_a_truth_that_does_not_run_leaves_the_bound() -> None:
     def one(x: np.ndarray) -> np.ndarray:
         if x.dtype == np.float64:
