@@ -7,13 +7,9 @@ from typing import Any
 import numpy as np
 
 from tests.miscompilations.mistake import Triple
-from tests.support.onnx_text import parameters
+from tests.support.onnx_text import batch_norm, parameters
 
-SHAPES = {
-    **{"w": (4, 3, 1, 3), "v": (4, 3, 1, 1), "c": (1, 4, 1, 1), "m": (3, 4)},
-    **{"p_s": (4,), "p_b": (4,), "p_m": (4,), "p_v": (4,)},
-}
-VALUES = parameters(SHAPES)
+VALUES = parameters({"w": (4, 3, 1, 3), "v": (4, 3, 1, 1), "c": (1, 4, 1, 1), "m": (3, 4), **batch_norm("p", 4)})
 FACTOR = VALUES["p_s"] / np.sqrt(VALUES["p_v"] + np.float32(1e-5))
 VALUES |= {
     "turned": VALUES["w"].transpose(0, 1, 3, 2).copy(),
@@ -28,12 +24,13 @@ VALUES |= {
         "third": 1 / 3, "wide": 16777216.0}.items()},
     **{name: np.asarray(value, np.float32) for name, value in {"twice": [1, 1, 2, 2], "wider": [1, 1, 2, 3], "rate": 0.5, "gain": 3,
         "six": 6, "half_more": 1.5, "both_more": 4.5, "steps": [1, 2, 3], "below_0": [1, -1, 1, 1]}.items()},
+    **{name: np.asarray(value) for name, value in {"spatial": [2, 3], "border": [0, 0, 1, 1, 0, 0, 1, 1], "longer": [2, 3, 6, 8],
+        "middle": [2, 3, 1, 1], "last1": [-1], "far1": [-99], "batch_border": [1, 0, 0, 0, 0, 0, 0, 0], "zero1": [0], "two1": [2], "edges":
+        [1, 1, 0, 0, 1, 1, 0, 0], "pairs": [[1, 2], [3, 4], [5, 6]]}.items()},
     "two": np.asarray(2, np.int64),
     "many": np.asarray([16777217], np.int64),
     "one_double": np.ones((), np.float64),
-    "spatial": np.asarray([2, 3]),
     "true": np.asarray(True),
-    "border": np.asarray([0, 0, 1, 1, 0, 0, 1, 1]),
     "growing": np.asarray([1, 2, 3], np.float32).reshape(3, 1, 1),
 }  # fmt: skip
 VALUES["square"] = parameters({"square": (4, 4)}, seed=5)["square"]
@@ -47,7 +44,6 @@ VALUES |= {
     "none": np.zeros(0, np.int64),
     "below": VALUES["kernel"] * FACTOR[:, None, None],
     "below_shift": VALUES["kernel"].sum((2, 3)) @ VALUES["shift"],
-    "longer": np.asarray([2, 3, 6, 8]),
     "deep": VALUES["p_b"].reshape(1, 1, 4),
     "scaled_b": VALUES["p_b"] * VALUES["p_s"],
     "column": VALUES["p_s"][:, None],
@@ -64,9 +60,7 @@ VALUES |= {
     "point": VALUES["square"].reshape(4, 4, 1, 1),
     "gates": parameters({"gates": (1, 4, 3)})["gates"],
     "again": parameters({"again": (1, 4, 4)})["again"],
-    "middle": np.asarray([2, 3, 1, 1]),
     "first": VALUES["c"].reshape(-1)[0],
-    "pairs": np.asarray([[1, 2], [3, 4], [5, 6]]),
     "diagonal": (VALUES["square"] + np.diag(VALUES["p_b"])).reshape(4, 4, 1, 1),
 }
 VALUES |= {"more_gates": 2 * VALUES["gates"], "more_pairs": 2 * VALUES["pairs"], "rows3": VALUES["w"][:3, :1]}
@@ -79,18 +73,12 @@ VALUES |= {
     "shift_row": VALUES["shift"].reshape(1, 4),
     "b_column": VALUES["p_b"].reshape(4, 1),
     "swapped_shift": VALUES["kernel"].sum((2, 3)) @ VALUES["shift"][[2, 3, 0, 1]],
-    "last1": np.asarray([-1]),
-    "far1": np.asarray([-99]),
     "turned_sum": (VALUES["square"] + VALUES["scaled_rows"]).T.copy(),
-    "batch_border": np.asarray([1, 0, 0, 0, 0, 0, 0, 0]),
     "v_more": 2 * VALUES["v"],
     "v_both": 3 * VALUES["v"],
     "other_more": 2 * VALUES["other"],
     "other_both": 3 * VALUES["other"],
     "endless": np.asarray([1, np.inf, 1], np.float32).reshape(3, 1, 1),
-    "zero1": np.asarray([0]),
-    "two1": np.asarray([2]),
-    "edges": np.asarray([1, 1, 0, 0, 1, 1, 0, 0]),
 }
 # A map of channels that no constant brings in: a proof writes the second over the first.
 CROP = 'mode="linear", coordinate_transformation_mode="tf_crop_and_resize", extrapolation_value=3.0'
@@ -301,31 +289,25 @@ REFUTED = [
     _triple("shift-before-a-sum-of-any-size", original="a = Add (x, one_float) y = ReduceSum (a, spatial)",
         wrong="b = ReduceSum (x, spatial) y = Add (b, one_float)"),
     _triple("shift-before-a-sum-over-given-axes", original="a = Add (x, one_float) y = ReduceSum (a, s)",
-        wrong="b = ReduceSum (x, s) y = Add (b, six)",
-        graph="float[2,3] x, int64[1] s => float[A,B] y", inputs=_feed((2, 3), "s", 1)),
+        wrong="b = ReduceSum (x, s) y = Add (b, six)", graph="float[2,3] x, int64[1] s => float[A,B] y", inputs=_feed((2, 3), "s", 1)),
     _triple("mean-with-dilation", original="a = Mul (x, c) y = AveragePool <dilations=[2, 2], kernel_shape=[2, 2]> (a)",
         wrong="y = AveragePool <dilations=[2, 2], kernel_shape=[2, 2]> (x)",
         right="b = AveragePool <dilations=[2, 2], kernel_shape=[2, 2]> (x) y = Mul (b, c)", graph=FOUR, shape=(2, 4, 5, 5), opset=19),
-    _triple("shift-before-a-crop",
-        original=f"a = Add (x, one_float) y = Resize <{CROP}> (a, region, twice)",
+    _triple("shift-before-a-crop", original=f"a = Add (x, one_float) y = Resize <{CROP}> (a, region, twice)",
         wrong=f"b = Resize <{CROP}> (x, region, twice) y = Add (b, one_float)",
         right=f"a = Add (one_float, x) y = Resize <{CROP}> (a, region, twice)"),
     _triple("bias-of-half-a-cell", original="y = RNN <hidden_size=4> (x, gates, again)",
-        wrong="y = RNN <hidden_size=4> (x, gates, again, flat)", graph="float[L,N,3] x => float[A,B,C,D] y", shape=(5, 2, 3),
-        runs=False),
+        wrong="y = RNN <hidden_size=4> (x, gates, again, flat)", graph="float[L,N,3] x => float[A,B,C,D] y", shape=(5, 2, 3), runs=False),
     _triple("bias-that-is-a-row", original=NORM.replace("n =", "y ="), wrong="y = Conv (x, folded_v, shift_row)",
         right="y = Conv (x, folded_v, shift)", runs=False),
     _triple("bias-that-is-a-column", original="a = Gemm (x, square) y = Add (a, p_b)", wrong="y = Gemm (x, square, b_column)",
         right="y = Gemm (x, square, p_b)", graph="float[4,4] x => float[A,B] y", shape=(4, 4)),
     _triple("matrices-on-the-other-side", original="a = MatMul (square, x) b = MatMul (scaled_rows, x) y = Add (a, b)",
-        wrong="y = MatMul (x, turned_sum)",
-        graph="float[4,4] x => float[A,B] y", shape=(4, 4)),
+        wrong="y = MatMul (x, turned_sum)", graph="float[4,4] x => float[A,B] y", shape=(4, 4)),
     _triple("batch-padded-in-a-branch", original="p = Pad (x, batch_border) a = Conv (p, v) b = Conv (x, v_more) y = Add (a, b)",
-        wrong="y = Conv (x, v_both)",
-        graph="float[1,3,H,W] x => float[A,B,C,D] y", shape=(1, 3, 4, 4)),
-    _triple("halves-around-a-branch",
-        original="p = Pad (x, border, rate) a = Conv (p, other) b = Conv <pads=[1, 1, 1, 1]> (x, other_more) y = Add (a, b)",
-        wrong="y = Conv <pads=[1, 1, 1, 1]> (x, other_both)"),
+        wrong="y = Conv (x, v_both)", graph="float[1,3,H,W] x => float[A,B,C,D] y", shape=(1, 3, 4, 4)),
+    _triple("halves-around-a-branch", original="p = Pad (x, border, rate) a = Conv (p, other) b = Conv <pads=[1, 1, 1, 1]> (x, "
+        "other_more) y = Add (a, b)", wrong="y = Conv <pads=[1, 1, 1, 1]> (x, other_both)"),
     _triple("columns-of-another-axis", original="a = Mul (x, c) y = MatMul (a, square)",
         wrong="y = MatMul (x, square_c)", graph="float[N,4,4,4] x => float[A,B,C,D] y", shape=(2, 4, 4, 4)),
     _triple("behind-what-is-not-finite", original=f"x0 = Mul (x, endless) {NORM.replace('(x', '(x0')} y = Identity (n)",
