@@ -1,6 +1,8 @@
-"""The algebra against its definition."""
+"""The algebra against its definition, and maps read from arithmetic; why a node is none is in refusals.txt."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnexport.folding.affine import ChannelAffine, round_vector
+from bnexport.folding.sites import read_elementwise, varying_axis
 from bnexport.graph.nodes import Refused
+from tests.support.contexts import context_of
+from tests.support.onnx_text import model
 
 NUMBERS = st.floats(-100, 100, allow_nan=False).filter(lambda value: value == 0 or abs(value) > 1e-3)
 VECTORS = st.lists(NUMBERS, min_size=3, max_size=3).map(np.array)
@@ -61,3 +66,45 @@ def test_a_vector_may_cancel_but_not_flush() -> None:
 def test_an_epsilon_that_is_none(eps: float) -> None:
     with pytest.raises(Refused, match=f"epsilon is {eps}"):
         ChannelAffine.from_batch_norm(*np.ones((4, 3)), eps)
+
+
+def elementwise(node: str, opset: int = 17, inputs: str = "float[N,4,H,W] x", **constants: Any) -> ChannelAffine:
+    values = {name: np.asarray(array, np.float32) for name, array in constants.items()}
+    proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ y = {node} }}", values=values, opset=opset)
+    context = context_of(proto, opset)
+    return read_elementwise(context.model.graph[0], 1, 4, context)
+
+
+VECTOR = [1.0, 2.0, 4.0, 8.0]
+
+
+def test_constants_by_axis_before_opset_7() -> None:
+    for start, shape in ((0, (1, 4)), (1, (4,)), (1, (4, 1, 1)), (0, (1, 4, 1, 1))):
+        node = f"Mul <broadcast=1, axis={start}> (x, d)"
+        assert elementwise(node, 6, d=np.reshape(VECTOR, shape)).scale.tolist() == VECTOR
+
+
+def test_constants() -> None:
+    column = np.reshape(VECTOR, (4, 1, 1))
+    assert elementwise("Add (x, d)", d=column).offset.tolist() == VECTOR
+    assert elementwise("Sub (x, d)", d=column).center.tolist() == VECTOR
+    flipped = elementwise("Sub (d, x)", d=column)
+    assert (flipped.scale.tolist(), flipped.offset.tolist()) == ([-1.0] * 4, VECTOR)
+    assert elementwise("Div (x, d)", d=column).scale.tolist() == [1, 0.5, 0.25, 0.125]
+    assert elementwise("Mul (x, d)", d=3.0).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (x, d)", d=[[[3.0]]]).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (d, x)", 7, d=column).scale.tolist() == VECTOR
+    for one in (3.0, [3.0]):  # of no axis, whatever the rank of the data
+        assert elementwise("Mul (x, d)", inputs="float[] x", d=one).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (x, d)", inputs="float[N,M] x", d=VECTOR).scale.tolist() == VECTOR
+
+
+def test_the_axis_along_which_a_constant_varies() -> None:
+    shapes = [(4, 1, 1), (1, 4, 1, 1), (4,), (1, 1, 1, 4), (4, 4), (1,), (1, 1, 4, 1, 1)]
+    assert [varying_axis(np.ones(shape), 4) for shape in shapes] == [1, 1, 3, 3, None, None, None]
+
+
+def test_a_scale_that_may_be_divided_by() -> None:
+    assert ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(2.0).tolist() == [2.0, -0.25]
+    with pytest.raises(Refused, match="would be divided by"):
+        ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(1.9)

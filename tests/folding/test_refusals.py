@@ -1,12 +1,14 @@
 """Each reason for which a rule refuses a map, in a graph that has nothing else wrong; and bounds just before they bind.
 
-A row of refusals.txt asks for a map of 4 channels along axis 1: backward, on what makes `z`, or forward, on what reads `x`.
+A row of refusals.txt asks for a map of 4 channels along axis 1: backward, on what makes `z`, or forward, on what reads `x`; or
+it reads one of a node, as arithmetic (map) or a batch norm (norm).
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 import pytest
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.context import Plan, Raw
+from bnexport.folding.context import Context, Plan, Raw
 from bnexport.folding.placing import Search
 from bnexport.folding.rules import ALL, gather
+from bnexport.folding.sites import read_batch_norm, read_elementwise
 from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
 from tests.support.onnx_text import batch_norm, fold_and_check, model
@@ -34,6 +37,12 @@ MAPS = {
 QUANTIZED = {"q": np.ones((4, 4, 1, 1), np.int8), "s": np.float32(1), "affine": MAPS["POSITIVE"]}
 
 
+READERS: dict[str, Callable[[Context], Any]] = {
+    "map": lambda context: read_elementwise(context.model.graph[0], 1, 4, context),
+    "norm": lambda context: read_batch_norm(context.model.graph[0], context),
+}
+
+
 def attempt(
     direction: str,
     body: str,
@@ -45,11 +54,13 @@ def attempt(
     value: str = "",
     shapes: dict[str, tuple[int, ...]] | None = None,
     **more: Any,
-) -> Search:
+) -> Any:
     body = f"{body}\n y = Relu (z)" if direction == "backward" and "y = " not in body else body
     arrays = {name: np.asarray(array) for name, array in more.items()}
     proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ {body} }}", shapes, values=arrays, opset=opset)
     context = context_of(proto, opset)
+    if direction in READERS:
+        return READERS[direction](context)
     search = Search(Plan(context), RULES)
     graph = context.model.graph
     values = {it.name: it for it in (*graph.inputs, *(out for node in graph for out in node.outputs))}
