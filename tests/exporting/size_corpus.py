@@ -131,9 +131,9 @@ RESAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def resize(x: torch.Tensor, size: Any) -> torch.Tensor:
+def resize(x: torch.Tensor, size: Any, *, mode: str = "bilinear") -> torch.Tensor:
     """As MMSegmentation's does."""
-    return F.interpolate(x, tuple(int(n) for n in size), mode="bilinear", align_corners=False)
+    return F.interpolate(x, tuple(int(n) for n in size), mode=mode, align_corners=False)
 
 
 def past_a_trace(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import bnexport
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.exporting import dimensions, exact_sizes
+from bnexport.exporting.other_sizes import Fault, without_faults
 from tests.exporting.files import assert_right, declared, is_tracer_note, operators, output
 from tests.exporting.size_corpus import Net, past_a_trace
 from tests.support.modules import compose
@@ -280,3 +281,9 @@ def test_scales_with_a_computed_part_are_not_constant():
         c = Constant <value_floats = [1.0, 1.0]> () t = Concat <axis = 0> (c, s) y = Resize <mode = "linear"> (x, , t) }"""
     *_, resize = ir.from_onnx_text(text).graph
     assert exact_sizes._scales(resize) is None
+
+
+def test_a_fault_in_a_dimension_that_was_to_be_static():
+    chosen = dimensions.Dimensions.chosen(["x"], (torch.zeros(2, 3, 4),), {"x": [0]})
+    with pytest.raises(VerificationError, match="was to be static"):
+        without_faults(chosen, [Fault(((0, 2),))])
