@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.campaign.table import ROOT, Campaign, judged, told
 from tests.frameworks.environment import Skipped
+from tests.frameworks.planted_faults import PLANS
 
 SECONDS = 3600
 # Networks of parallel branches, and one whose arithmetic looks like a batch norm.
@@ -22,6 +23,7 @@ CASES = (
     "mmdet3d.two_processes",
     *(f"timm_networks.parallel_branches {name}" for name in BRANCHES),
     "timm_networks.the_stand_ins_have_the_attributes_of_the_classes",
+    *(f"planted_faults.{kind} {name}" for name in PLANS for kind in ("right", "wrong")),
     "model_names.a_model_of_each_library",
     "model_names.mmcvs_own_class_needs_no_group",
     "pages.mmsegmentation",
