@@ -132,7 +132,9 @@ def _serve(stand_in: Path) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # what all share is not written to by a collection
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
-    stand_in.write_text(STAND_IN.format(python=sys.executable, address=address))
+    python = stand_in.with_name("base")
+    python.symlink_to(Path(sys.executable).resolve())  # the first line of a script takes no path with a space
+    stand_in.write_text(STAND_IN.format(python=python, address=address))
     stand_in.chmod(0o755)
     print("ready", flush=True)
     while True:
