@@ -189,6 +189,10 @@ PAIRS: dict[str, Pair] = {
     # functions that both models have
     "a function of another body": Pair(_CALL, "Relu", "Elu", _LOCAL, header=_WITH_F),
     "a function of another opset": Pair(_CALL.replace("17", "OP").replace("= OP", "= Softmax"), "17", "12", _LOCAL, header=_WITH_F),
+    # Along the channels the scales would be moved with them.
+    "padded along given axes": Pair("g (float[N,4,H,W] x, int64[4] t) => (float[A,B,C,D] y) { OP }",
+        "a = Mul (x, k:4.1.1) p = Pad (a, n, , t) y = Mul (p, i)", "p = Pad (x, n, , t) y = Mul (p, k:4.1.1)", _LOCAL,
+        {"n": np.array([1, 0, 0, 0, -1, 0, 0, 0]), "i": np.ones((4, 1, 1), np.float32)}, opset=18),
     # constants: a terabyte is neither made nor needed; without digits, and with a switch of 2, they are not equal
     **{f"a huge {name}": Pair(_one(nodes), "ReduceMax <keepdims=0> (huge)", "Constant <value_float=1.0> ()", _LOCAL)
         for name, nodes in {
@@ -200,6 +204,10 @@ PAIRS: dict[str, Pair] = {
         }.items()},
     "constants without digits": Pair("g (float[N,3,H,W] x) => (float[N,8,A,B] y) { s = Add (w:8.3.3.3, a) c = Sub (s, a) y = Conv (x, c) }",
         "", "", _LOCAL, {"a": (np.float32(1e5), np.float32(2e5))}),
+    # the weight of an operator of MMDeploy, behind constant offsets
+    "a weight beside a constant": Pair("""g (float[1,3,4,4] x) => (float[1,4,4,4] y) { z = mmdeploy.MMCVDeformConv2d <stride=[1, 1],
+        padding=[1, 1], dilation=[1, 1], groups=1, deform_groups=1> (x, o:1.18.4.4, w) y = Relu (z) }""", "", "", _LOCAL,
+        {"w": tuple(_RNG.standard_normal((2, 4, 3, 3, 3)).astype(np.float32))}, '<ir_version: 8, opset_import: ["": 17, "mmdeploy": 1]>'),
     "a switch of 2": Pair("""g (float[N,3,H,W] x) => (float[N,8,A,B] y) { n = ReduceL2 <axes=[1, 2, 3], keepdims=OP> (w:8.3.3.3)
         c = Div (w, n) y = Conv (x, c) }""", "1", "2", _LOCAL),
 }  # fmt: skip

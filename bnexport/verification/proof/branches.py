@@ -147,6 +147,8 @@ class WrittenKernel:
         groups = math.gcd(self.groups, inner.groups)
         outer, first = self.grouped(groups), inner.grouped(groups)
         rows, columns = outer.weight.values.shape[1], first.weight.values.shape[2]
+        if outer.weight.values.shape[2] != first.weight.values.shape[1]:
+            raise Unrelated("its branches have other channels")
         window = [s * (k - 1) + own for s, k, own in zip(inner.strides, outer.window, first.window, strict=True)]
         _require_small(groups, rows, columns, *window)
         total = [np.zeros((groups, rows, columns, *window)) for _ in range(2)]
@@ -248,7 +250,8 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     """Write out an operator that pads with zeros and is linear in its data, for a sum of branches. channels: of its data."""
     if node.kind in ("Gemm", "MatMul"):
         linear = LINEAR[node.kind](node).linear
-        if len(linear.view) != 2 or (node.kind == "Gemm" and get_flag(node.node, "transA")) or node.forms[0] is None:
+        is_other = node.kind == "Gemm" and (get_flag(node.node, "transA") or node.rank(0) is None)
+        if len(linear.view) != 2 or is_other or node.forms[0] is None:
             raise Unrelated("its matrix is on the other side, or there are several")
         return written(linear, ((), (), ()))
     if node.kind not in ("Conv", "AveragePool", "Pad"):
@@ -259,7 +262,7 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     ones = (1,) * (rank - 2)
     if node.kind == "Pad":
         pads = node.ints(1, "pads")
-        if pads is None or node.has(3) or not fills_with_zeros(node):
+        if pads is None or node.has(3) or not fills_with_zeros(node) or min(pads) < 0:
             raise Unrelated("it does not put zeros around each channel")
         if any(pads[axis] for axis in (0, 1, rank, rank + 1)):
             raise Unrelated("it does not put zeros around each channel")

@@ -128,6 +128,8 @@ def normalised(node: Reading) -> Form:
     error = scale.error / root + np.abs(factor) * (0.5 * var.error / (total - var.error) + NOISE)
     k = Numbers(factor, error)
     form, rank = node.data(0), node.known_rank()
+    if rank < 2:
+        raise Unrelated("its data have no channels")
     shape = (-1, *[1] * (rank - 2))
     k, h = (each.apply(lambda array: array.reshape(shape)) for each in (k, bias - k * mean))
     node.know_size(form, 1, factor.size)
@@ -152,9 +154,9 @@ def pointwise(node: Reading) -> Form:
     """A depthwise Conv of one position: y = W x + b, channel by channel."""
     shape = node.side.constants.shape(node.fixed(1))
     steps = [*(get_ints(node.node, "strides") or ()), *(1 - each for each in get_ints(node.node, "pads") or ())]
-    if math.prod(shape[1:]) != 1 or get_int(node.node, "group", 1) != shape[0]:
+    if len(shape) < 3 or math.prod(shape[1:]) != 1 or get_int(node.node, "group", 1) != shape[0]:
         raise Unrelated("it is no depthwise Conv of one position")
-    if any(each != 1 for each in steps):
+    if any(each != 1 for each in steps) or node.rank(0) not in (None, len(shape)):
         raise Unrelated("it has strides or pads")
     weight = node.parameter(1)
     wide = (-1, *[1] * (len(shape) - 2))
@@ -168,7 +170,8 @@ def scaled_core(node: Reading) -> Form:
     """Instance-, Layer-, Group-, RMSNormalization: s core(x) + b, where core(x) is a base of its own."""
     scale, bias = node.parameter(1), node.parameter(2) if node.has(2) else ZERO
     if node.kind in ("InstanceNormalization", "GroupNormalization"):
-        # Of a group in older ones: then they go with scalars alone.
+        if node.kind == "GroupNormalization" and node.version < 21:
+            raise Unrelated("its scale is that of groups")
         ones = [1] * (node.known_rank() - 2)
         scale, bias = (each.apply(lambda array: array.reshape(-1, *ones)) for each in (scale, bias))
     core = node.core()
@@ -469,7 +472,7 @@ def linear(pair: Couple) -> list[Relation]:
     one, two = mine.linear, theirs.linear
     if one.out != two.out and one.view == two.view[::-1] and len(one.view) == 2:
         two = transposed(two)
-    if pair.same_constants(1, 0) and one.view == two.view:
+    elif pair.same_constants(*LEMMAS[pair.kind].weights):
         two = dataclasses.replace(two, stored=one.stored)
     hints = [hint for each in pair.hints() if (hint := mine.taken(each)) is not None]
     hints.append(Numbers(np.ones(one.outputs), np.zeros(())))
@@ -581,7 +584,7 @@ def gemm(node: Reading) -> Placed:
         beta = Numbers(np.asarray(get_float(node.node, "beta", 1.0)), np.zeros(()))
         own = node.parameter(2)
         wide = own.values.shape
-        if len(wide) > 2 or (own.values.size > 1 and wide[-1] == 1):
+        if own.values.size not in (1, shape[place]) or len(wide) > 2 or (own.values.size > 1 and wide[-1] == 1):
             raise Unrelated("its bias is no vector")
         bias = (own * beta).apply(lambda array: array.reshape(-1))
     read = (1, -1) if place == 0 else (-1, 1)
@@ -597,8 +600,8 @@ def matmul(node: Reading) -> Placed:
     turned = node.forms[0] is None
     stored = node.stored(0 if turned else 1)
     shape = stored.shape
-    if len(shape) < 2:
-        raise Unrelated("its weight is no matrix")
+    if len(shape) < 2 or (turned and (node.rank(1) or 0) < 2):
+        raise Unrelated("its weight or its data are no matrices")
     data, out, axis = (len(shape) - 1, len(shape) - 2, -2) if turned else (len(shape) - 2, len(shape) - 1, -1)
     read = [1] * len(shape)
     read[data] = -1
@@ -688,7 +691,8 @@ LINEAR: dict[str, Callable[[Reading], Placed]] = {
 def product_axis(node: Reading) -> Hashable:
     """Return where the rows of a matrix product lie."""
     turned = node.kind == "Gemm" and get_flag(node.node, "transA")
-    return -2 if turned else -1, node.forms[0] is None
+    # Of data whose rank is not known, a Gemm says that it is 2.
+    return -2 if turned else -1, node.forms[0] is None, node.kind if node.rank(0) is None else ""
 
 
 @dataclasses.dataclass(frozen=True)

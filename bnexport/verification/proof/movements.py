@@ -66,6 +66,8 @@ def _sliced(node: Reading) -> Move:
             if size != 1:
                 last = None if step < 0 and end < -size else end
                 wide = wide[tuple([slice(None)] * axis + [slice(start, last, step)])]
+                if not wide.size:
+                    raise Unrelated("it takes no channel")
         return [wide]
 
     return move
@@ -135,7 +137,7 @@ def _padded(node: Reading) -> Move:
     """Pad puts in numbers of the data, or zeros."""
     rank = node.known_rank()
     pads, axes = node.ints(1, "pads"), node.ints(3)
-    if pads is None:
+    if pads is None or (axes is None and node.has(3)):
         raise Unrelated("its pads are not known")
     chosen = [axis % rank for axis in axes] if axes is not None else list(range(rank))
     wide = [axis for place, axis in enumerate(chosen) if pads[place] or pads[place + len(chosen)]]
