@@ -341,9 +341,9 @@ def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan
 
 
 def _scale_down_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
-    if context.options.leftover != "arithmetic":
-        raise Refused("shift", "arithmetic was not asked for")
     affine = site.affine
+    if context.options.leftover != "arithmetic" or affine.is_shift:
+        raise Refused("shift", "arithmetic was not asked for, or is all there is")
     shift = affine.shift * affine.inverse_scale(context.options.max_scale)
     search = Search(Plan(context), rules)
     search.forward(site.output, site.axis, affine.only_scale())

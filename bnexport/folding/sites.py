@@ -218,7 +218,10 @@ def read_fill(node: ir.Node, context: Context) -> float:
     """Return the value that a Pad of mode constant inserts."""
     fill = get_float(node, "value", 0.0)
     if (operand := input_at(node, 2)) is not None:
-        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
+        values = context.constants.floats(operand, f"value of {label(node)}")
+        if not values.size:
+            raise Refused("bad-node", f"the value of {label(node)} is empty")
+        fill = float(values.reshape(-1)[0])
     return fill
 
 

@@ -450,7 +450,7 @@ class Evaluator:
         only_attributes(node, _POOL_ATTRIBUTES)
         check_axis(node, self._frame.axis)
         sizes = get_ints(node, "kernel_shape") or ()
-        if len(sizes) != self._frame.positions:
+        if not sizes or len(sizes) != self._frame.positions:
             raise Refused("rank", f"{label(node)} has a window of {len(sizes)} axes, its data {self._frame.rank} axes")
         if any(step != 1 for step in get_ints(node, "dilations") or ()) or get_flag(node, "ceil_mode"):
             raise Refused("padding", f"{label(node)} has dilations or rounds its size up")
@@ -471,16 +471,23 @@ class Evaluator:
         producer = required_input(node, 1).producer()
         if producer is not None and is_standard(producer, "DequantizeLinear"):
             raise Refused("quantized", f"the weight of {label(node)} is quantized, and a sum would not be")
-        values = self._context.current(node, 1, what)
+        values = self._finite(node, 1, what)
         if not values.size:
             raise Refused("shape", f"the weight of {label(node)} is empty")
+        return values
+
+    def _finite(self, node: ir.Node, index: int, what: str) -> np.ndarray:
+        """Return a parameter. Raise Refused where the branches that it would join are better off without it."""
+        values = self._context.current(node, index, what)
+        if not np.isfinite(values).all():
+            raise Refused("not-finite", f"the {what} of {label(node)} holds NaN or infinite values")
         return values
 
     def _bias(self, node: ir.Node, outputs: int) -> np.ndarray | None:
         """Of a Conv, one value for each output; of a Gemm, what broadcasts to that."""
         if input_at(node, 2) is None and (node, 2) not in self._context.edits:
             return None
-        bias = self._context.current(node, 2, f"{node.op_type} bias")
+        bias = self._finite(node, 2, f"{node.op_type} bias")
         if (
             node.op_type == "Gemm"
             and bias.size in (1, outputs)

@@ -275,6 +275,8 @@ def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
     pads = get_ints(node, "pads") or (0,) * 2 * rank
     if (len(strides), len(dilations), len(pads)) != (rank, rank, 2 * rank):
         raise Refused("shape", f"the strides, dilations or pads of {label(node)} are not those of {rank} axes")
+    if (get_ints(node, "kernel_shape") or sizes) != sizes:
+        raise Refused("shape", f"the kernel_shape of {label(node)} is not that of its weight")
     if min((1, *sizes, *strides, *dilations)) < 1:
         raise Refused("bad-attribute", f"{label(node)} has a size, a stride or a dilation below 1")
     begins, ends = pads[:rank], pads[rank:]
@@ -296,8 +298,9 @@ def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
 def read_zeros(node: ir.Node, rank: int, context: Context) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Zeros that a Pad adds before and behind each axis of positions. Refused where it does something else."""
     pads = read_pads(node, rank, context)
-    if get_string(node, "mode", "constant") != "constant" or read_fill(node, context) != 0:
-        raise Refused("padding", f"{label(node)} pads with something else than zeros")
+    cropped = any(number < 0 for pair in pads for number in pair)
+    if cropped or get_string(node, "mode", "constant") != "constant" or read_fill(node, context) != 0:
+        raise Refused("padding", f"{label(node)} crops, or pads with something else than zeros")
     if any(map(any, pads[:2])):
         raise Refused("axis", f"{label(node)} pads the channels or the batch")
     begins, ends = zip(*pads[2:], strict=True) if rank > 2 else ((), ())

@@ -67,7 +67,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     if form.bias is None and not affine.is_scaling:
         raise Refused("shift", f"{node.op_type} has no bias to take the shift")
     scale, shift, products = affine.scale.reshape(channels), affine.shift.reshape(channels), math.prod(view)
-    search.plan.scale(node, form.weight, scale, what, view, shift=shift, products=products // affine.channels)
+    search.plan.scale(node, form.weight, scale, what, view, shift=shift, products=products // max(affine.channels, 1))
     if form.bias is not None:
         bias = search.plan.vector(node, form.bias, affine.channels, f"{node.op_type} bias")
         if bias.any() or not affine.is_scaling:

@@ -64,7 +64,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def _along(own: str, other: str, axis: int, weight: Described, affine: ChannelAffine, node: ir.Node) -> int:
     """Return the axis of the weight that is `axis` of the other value. Raises Refused where none is, or of another size."""
-    if other[axis] not in own:
+    if axis >= len(other) or other[axis] not in own:
         raise Refused(
             "axis", f"the map acts on axis {axis} of rank {len(other)}, which the {node.op_type} weight does not share"
         )

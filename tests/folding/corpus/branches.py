@@ -133,6 +133,8 @@ CASES: dict[str, Case] = {
         "t = Add (a, c) e = Conv (t, w3:4.4.3.3) f = Conv (x, w2:4.4.2.2) y = Add (e, f)", "Conv Conv Add Conv Conv Add", "padding"),
     "cropped": _case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) b0 = Conv (x, w3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add",
         values=VALUES, judge="run"),
+    "cropped-for-two-branches": _case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) c = Conv (p, v1:4.4.1.1) y = Add (a, c)", "Pad Conv",
+        values=VALUES, judge="run"),
     "point-before-and-behind": _case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
         "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3, b:4) e = Conv (c, v1:4.4.1.1) y = Add (a, e)", "Conv"),
     "point-with-bias-before-padding": _case(f"s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) {SECOND} y = Add "
@@ -242,6 +244,10 @@ CASES: dict[str, Case] = {
         "shape", judge="proof"),
     "strides-of-one-axis": _case("a = Conv <strides=[1]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
         "shape", judge="proof"),
+    "kernel-shape-of-another-weight": _case("a = Conv <kernel_shape=[3,3]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)",
+        "Conv Conv Add", "shape", judge="proof"),
+    "pool-without-a-window": _case("a = AveragePool (x) c = Gemm (x, m4:4.4) y = Add (a, c)", "AveragePool Gemm Add", "rank",
+        ins="float[N,4] x", judge="proof"),
     "stride-0": _case("a = Conv <strides=[0,0]> (x, w1:4.4.1.1) c = Conv (x, v1:4.4.1.1) y = Add (a, c)", "Conv Conv Add",
         "bad-attribute", judge="proof"),
     "pool-of-nothing": _case("a = AveragePool <kernel_shape=[0,0]> (x) c = Conv (x, v1:4.4.1.1) y = Add (a, c)",

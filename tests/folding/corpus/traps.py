@@ -70,6 +70,11 @@ CASES: dict[str, Case] = {
     # ONNX Runtime takes it, where ONNX's inference leaves it out and gives another rank.
     "negative-axis-before-11": Case("t = MatMul (x, w:4.4) z = Squeeze <axes=[-2]> (t) y = Norm (z, p:4)", refused="opset",
         ins="float[2,1,4] x", outs="float[2,4] y", opset=9),
+    "no-channels": Case("z = Conv (x, w:0.6.1.1) y = Norm (z, p:0)", "Conv", judge="run", options={"verify": False}),
+    # Nothing moves into the convolution: its weight, which another one reads, is not copied.
+    "shift-before-padding": Case("z = BatchNormalization <epsilon=0.0> (x, u, p_b:6, p_m:6, u) "
+        "a = Conv <pads=[1,1,1,1]> (z, w:8.6.3.3) b = Conv <pads=[1,1,1,1]> (x, w) r = Relu (b) y = Add (a, r)",
+        "Add Conv Conv Relu Add", "padding", values={"u": np.ones(6, np.float32)}, options={"leftover": "arithmetic"}),
     "mean-of-no-elements": Case("t = Conv (x, w:4.4.1) z = ReduceMean <axes=[0, 2]> (t) y = Norm (z, p:4)", refused="shape",
         ins="float[0,4,3] x", opset=13),
     # The batch norm's channels are axis 1; the last axis may have size 1.

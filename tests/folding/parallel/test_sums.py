@@ -22,9 +22,10 @@ def build(nodes: str, inputs: str = X, **options: object) -> onnx.ModelProto:
     return model(f"g ({inputs}) => (float[N,A,B,C] y) {{ {nodes} }}", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "shape"), [("w1", (4, 4, 1, 1)), ("b", 4)])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_stays(value: float) -> None:
-    folded = to_proto(fold(build(BLOCK, values={"w1": np.full((4, 4, 1, 1), value, np.float32)}), verify=False).model)
+def test_a_parameter_that_is_not_finite_stays(value: float, name: str, shape: tuple[int, ...] | int) -> None:
+    folded = to_proto(fold(build(BLOCK, values={name: np.full(shape, value, np.float32)}), verify=False).model)
     assert operators(folded) == ["Conv", "Conv", "Add", "Relu"], "the other two are merged"
     assert not all(np.isfinite(onnx.numpy_helper.to_array(tensor)).all() for tensor in folded.graph.initializer)
 
