@@ -204,6 +204,8 @@ PAIRS: dict[str, Pair] = {
         }.items()},
     "constants without digits": Pair("g (float[N,3,H,W] x) => (float[N,8,A,B] y) { s = Add (w:8.3.3.3, a) c = Sub (s, a) y = Conv (x, c) }",
         "", "", _LOCAL, {"a": (np.float32(1e5), np.float32(2e5))}),
+    "a number for a list": Pair("g (float[N,3,H,W] x, float[8,3,3,3] w) => (float[N,8,A,B] y) { y = Conv <kernel_shape=OP> (x, w) }",
+        "[3, 3]", "3", _LOCAL),
     # the weight of an operator of MMDeploy, behind constant offsets
     "a weight beside a constant": Pair("""g (float[1,3,4,4] x) => (float[1,4,4,4] y) { z = mmdeploy.MMCVDeformConv2d <stride=[1, 1],
         padding=[1, 1], dilation=[1, 1], groups=1, deform_groups=1> (x, o:1.18.4.4, w) y = Relu (z) }""", "", "", _LOCAL,

@@ -115,11 +115,19 @@ def negated(node: Reading) -> Form:
     return node.data(0).scaled(-ONE)
 
 
+def vectors(node: Reading, *places: int) -> list[Numbers]:
+    """Return parameters that are vectors of one size. Raises Unrelated."""
+    found = [node.parameter(place) for place in places]
+    if found[0].values.ndim != 1 or len({each.values.shape for each in found}) > 1:
+        raise Unrelated("its parameters are no vectors of one size")
+    return found
+
+
 def normalised(node: Reading) -> Form:
     """A BatchNormalization in inference: k = scale / sqrt(var + eps), h = bias - k mean."""
     if is_training(node.node, node.version):
         raise Unrelated("it normalises with the statistics of the batch")
-    scale, bias, mean, var = (node.parameter(index) for index in range(1, 5))
+    scale, bias, mean, var = vectors(node, 1, 2, 3, 4)
     total = var.values + get_float(node.node, "epsilon", 1e-5)
     if not (total - var.error > 0).all():
         raise Unrelated("a variance is below 0")
@@ -163,7 +171,12 @@ def pointwise(node: Reading) -> Form:
     form, span = node.data(0), (shape[0], *wide[1:])
     node.know_size(form, 1, shape[0])
     form = form.scaled(weight.apply(lambda array: array.reshape(wide)), span)
-    return form.shifted(node.parameter(2).apply(lambda array: array.reshape(wide))) if node.has(2) else form
+    if not node.has(2):
+        return form
+    bias = node.parameter(2)
+    if bias.values.shape != shape[:1]:
+        raise Unrelated("its bias has another shape")
+    return form.shifted(bias.apply(lambda array: array.reshape(wide)))
 
 
 def scaled_core(node: Reading) -> Form:
@@ -173,7 +186,7 @@ def scaled_core(node: Reading) -> Form:
         if node.kind == "GroupNormalization" and node.version < 21:
             raise Unrelated("its scale is that of groups")
         ones = [1] * (node.known_rank() - 2)
-        scale, bias = (each.apply(lambda array: array.reshape(-1, *ones)) for each in (scale, bias))
+        scale, bias = (each.apply(lambda array: array.reshape(-1, *ones)) for each in vectors(node, 1, 2))
     core = node.core()
     return Form({core: scale}, bias, scale.values.shape)
 

@@ -370,6 +370,8 @@ def is_default(
     if attribute.is_ref() or node.domain != "":
         return False
     name, value = attribute.name, attribute.value
+    if name in ("kernel_shape", *_ONES, *_ZEROS) and attribute.type is not ir.AttributeType.INTS:
+        return False
     if node.op_type in _WINDOWED and name in _ONES:
         return all(size == 1 for size in value)
     if node.op_type in _WINDOWED and name in _ZEROS:
