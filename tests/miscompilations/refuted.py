@@ -100,12 +100,25 @@ VALUES |= {
     "b_kernel": VALUES["p_b"].reshape(4, 1, 1, 1),
     **{name: np.asarray([value]) for name, value in {"four1": 4, "one1": 1, "farther1": -100}.items()},
     "endless": np.asarray([1, np.inf, 1], np.float32).reshape(3, 1, 1),
-}
+    "scale_2": VALUES["p_s"][2],
+    "third_c": VALUES["c"][0, 2, 0, 0],
+    "nearly": np.asarray([1, 1.0004, 1, 1], np.float32).reshape(1, 4, 1, 1),
+    "quarters": np.full((3, 1, 2, 2), 0.25, np.float32),
+    "root": np.sqrt(VALUES["third"]),
+    "other_row": VALUES["other"][:1],
+    "rows_alike": np.repeat(VALUES["other"][:1], 4, axis=0),
+    "far_pairs": VALUES["pairs"] + 2**60,
+    "farther_pairs": VALUES["pairs"] + 2**60 + 1,
+    **{name: np.asarray(value) for name, value in {"fewer": [2, 2, 6, 5], "as_many": [2, 3, 6, 5], "swapped": [0, 1, 3, 2], "rows_more":
+        [0, 0, 1, 0, 0, 0, 1, 0]}.items()},
+}  # fmt: skip
 # A map of channels that no constant brings in: a proof writes the second over the first.
 CROP = 'mode="linear", coordinate_transformation_mode="tf_crop_and_resize", extrapolation_value=3.0'
 NORM = "z = Conv (x, v) n = BatchNormalization (z, p_s, p_b, p_m, p_v)"
 FOUR, ROWS = "float[N,4,H,W] x => float[A,B,C,D] y", "float[N,3] x => float[A,B,C] y"
-SAME = 'auto_pad="SAME_UPPER"'
+SAME, PADS = 'auto_pad="SAME_UPPER"', "pads=[1, 1, 1, 1]"
+FAR = "dilations=[1000000, 1000000], pads=[1000000, 1000000, 1000000, 1000000]"
+NEAREST = 'Resize <mode="nearest">'
 
 
 def _feed(shape: tuple[int, ...], name: str, *numbers: int) -> dict[str, np.ndarray]:
@@ -375,4 +388,47 @@ REFUTED = [
     _triple("gemm-of-any-rank-for-a-sum", original="r = Reshape (x, s) a = MatMul (r, square) b = MatMul (r, square_more) y = Add (a, b)",
         wrong="r = Reshape (x, s) y = Gemm (r, both_squares)", right="r = Reshape (x, s) y = MatMul (r, both_squares)",
         graph="float[N] x, int64[K] s => float[A,B,C] y", inputs=_feed((16,), "s", 2, 2, 4), runs=False),
+    _triple("channels-become-fewer-and-more", original=f"a = Mul (x, growing) b = {NEAREST} (a, , , fewer) y = {NEAREST} (b, , , as_many)",
+        wrong=f"a = {NEAREST} (x, , , fewer) b = {NEAREST} (a, , , as_many) y = Mul (b, growing)",
+        graph="float[2,3,6,5] x => float[A,B,C,D] y"),
+    _triple("columns-of-given-sizes", original="r = Reshape (q, s) u = Conv (r, point) a = Mul (x, p_s) b = Mul (u, p_s) e = Add (a, b) "
+        f"f = {NEAREST} (e, , , t) y = Gather <axis=3> (f, two1)", wrong="r = Reshape (q, s) u = Conv (r, point) e = Add (x, u) "
+        f"f = {NEAREST} (e, , , t) g = Gather <axis=3> (f, two1) y = Mul (g, scale_2)",
+        graph="float[N,4,H,4] x, float[M] q, int64[K] s, int64[4] t => float[A,B,C,D] y", inputs={**_feed((1, 4, 2, 4), "s", 1, 4, 2, 4),
+        "q": np.ones(32, np.float32), "t": np.asarray([1, 4, 2, 8])}),
+    _triple("shift-without-digits", original="n = Add (wide, one_float) k = Sub (n, wide) a = Add (x, k) y = Mul (a, u)",
+        wrong="b = Mul (x, gain) a = Add (b, both_more) e = Mul (a, u) y = Mul (e, third)",
+        graph="float[N,4,H,W] x, float[N,4,H,W] u => float[A,B,C,D] y",
+        inputs=dict.fromkeys(("x", "u"), np.ones((2, 4, 3, 3), np.float32))),
+    _triple("channel-of-given-parts", original="a = Mul (x, c) p, q = Split <axis=1> (a, s) y = Gather <axis=1> (q, zero1)",
+        wrong="p, q = Split <axis=1> (x, s) g = Gather <axis=1> (q, zero1) y = Mul (g, third_c)",
+        graph="float[N,4,H,W] x, int64[2] s => float[A,B,C,D] y", inputs=_feed((2, 4, 3, 3), "s", 1, 3)),
+    _triple("almost-one-scale-of-a-block", original="a = Mul (x, nearly) y = DepthToSpace <blocksize=2> (a)",
+        wrong="y = DepthToSpace <blocksize=2> (x)", graph=FOUR, shape=(2, 4, 3, 3)),
+    _triple("branches-of-huge-kernels", original=f"a = Conv <{FAR}> (x, other) b = Conv <{FAR}> (x, other_more) y = Add (a, b)",
+        wrong=f"y = Conv <{FAR}> (x, merged)", runs=None),
+    _triple("windows-beyond-the-end", original="y = AveragePool <kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1> (x)",
+        wrong="y = Conv <group=3, strides=[2, 2]> (x, quarters)", shape=(2, 3, 5, 5)),
+    _triple("fewer-positions-at-the-end", original=f"y = Conv <{PADS}> (x, other)", wrong="y = Conv <pads=[1, 1, 0, 0]> (x, other)"),
+    _triple("one-of-equal-outputs", original=f"y = Conv <{PADS}> (x, rows_alike)", wrong=f"y = Conv <{PADS}> (x, other_row)"),
+    _triple("branch-padded-by-given-pads", original=f"p = Pad (x, s) a = Conv (p, other) b = Conv <{PADS}> (x, other_more) y = Add (a, b)",
+        wrong=f"y = Conv <{PADS}> (x, other_both)", graph="float[N,3,H,W] x, int64[8] s => float[A,B,C,D] y",
+        inputs=_feed((2, 3, 6, 5), "s", 0, 0, 2, 0, 0, 0, 0, 2)),
+    _triple("branch-padded-along-other-axes", original="p = Pad (x, rows_more, , swapped) y = Conv (p, v)",
+        wrong="y = Conv <pads=[1, 0, 1, 0]> (x, v)", opset=18),
+    _triple("branches-of-any-channels", original=f"a = Conv <{PADS}> (x, other) b = Conv <{PADS}> (x, other_more) y = Add (a, b)",
+        wrong=f"y = Conv <{PADS}> (x, other_more)", right=f"y = Conv <{PADS}> (x, other_both)",
+        graph="float[N,E,H,W] x => float[A,B,C,D] y"),
+    _triple("weights-of-large-integers", original="i = Cast <to=7> (x) y = MatMul (i, far_pairs)",
+        wrong="i = Cast <to=7> (x) y = MatMul (i, farther_pairs)", right="i = Cast <to=7> (x) e = Identity (i) y = MatMul (e, far_pairs)",
+        graph="float[N,3] x => int64[A,B] y", shape=(2, 3), runs=None),
+    _triple("constant-that-is-computed", original="k = Sqrt (third) y = Max (x, k)", wrong="y = Max (x, third)", right="y = Max (x, root)",
+        graph=FOUR, shape=(2, 4, 3, 3)),
+    _triple("integer-for-a-float", original="y = Elu (x)", wrong="y = Elu <alpha=1> (x)", runs=False),
+    _triple("input-of-another-type", original="y = Relu (x)", wrong="y = Relu (x)", wrong_graph="float16[N,3,H,W] x => float16[A,B,C,D] y",
+        runs=False),
+    _triple("maximum-over-axes-of-one-model", original="y = ReduceMax (x)", wrong="t = Neg (s) y = ReduceMax (x, t)",
+        graph="float[N,3,H,W] x, int64[1] s => float[A,B,C,D] y", inputs=_feed((2, 3, 4, 4), "s", -1), opset=18),
+    _triple("dropout-that-is-no-test", original="d = Dropout <is_test=0> (x) y = Relu (d)", wrong="y = Relu (x)", opset=6, runs=None),
+    _triple("cast-to-no-type", original="y = Cast <to=1> (x)", wrong="y = Cast (x)", runs=False),
 ]  # fmt: skip

@@ -89,6 +89,9 @@ _MEAN = "m = ReduceMean <keepdims=0> (x) g = Greater (m, c)"
 _WITH_F = '<ir_version: 8, opset_import: ["": 17, "f": 1]>'
 _CALL = """g (float[N,2,8] x) => (float[N,2,8] y) { y = f.block (x) }
     <domain: "f", opset_import: ["": 17]> block (a) => (b) { b = OP (a) }"""
+_PLACES = " ".join(
+    f"c{i} = Constant <value_float={i}.0> () n{i} = OP (x, c{i}) r{i} = Abs (n{i})" for i in range(2, 68)
+)
 PAIRS: dict[str, Pair] = {
     # what runs of the models alone see
     "equal to a threshold": Pair(_row("g = OP (x, c) y = Cast <to=1> (g)"), "Greater", "GreaterOrEqual", _WHOLE,
@@ -193,6 +196,12 @@ PAIRS: dict[str, Pair] = {
     "padded along given axes": Pair("g (float[N,4,H,W] x, int64[4] t) => (float[A,B,C,D] y) { OP }",
         "a = Mul (x, k:4.1.1) p = Pad (a, n, , t) y = Mul (p, i)", "p = Pad (x, n, , t) y = Mul (p, k:4.1.1)", _LOCAL,
         {"n": np.array([1, 0, 0, 0, -1, 0, 0, 0]), "i": np.ones((4, 1, 1), np.float32)}, opset=18),
+    "a function of one model": Pair(_CALL[: _CALL.index("<")] + "OP", _CALL[_CALL.index("<") :].replace("OP", "Relu"), "", _LOCAL,
+        header=_WITH_F, turned=True),
+    "a function with one input more": Pair(_CALL.replace("OP", "Relu").replace("(a) =>", "(OP) =>"), "a", "a, c", _LOCAL, header=_WITH_F),
+    "a function with another default": Pair(_CALL.replace("(a) =>", "<slope: float = OP> (a) =>").replace("= OP (",
+        "= LeakyRelu <alpha: float = @slope> ("), "0.1", "0.2", _LOCAL, header=_WITH_F.replace("8", "10")),
+    "more wrong places than are tried": Pair(_row(f"{_PLACES} y = Max ({', '.join(f'r{i}' for i in range(2, 68))})"), "Div", "Mul", _LOCAL),
     # constants: a terabyte is neither made nor needed; without digits, and with a switch of 2, they are not equal
     **{f"a huge {name}": Pair(_one(nodes), "ReduceMax <keepdims=0> (huge)", "Constant <value_float=1.0> ()", _LOCAL)
         for name, nodes in {
