@@ -26,7 +26,7 @@ from bnexport.interface import check_choice
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
 from bnexport.sync_bn import passes
-from bnexport.sync_bn.recognition import recognise
+from bnexport.sync_bn.recognition import FrozenSyncBatchNorm, recognise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,7 +111,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, nn.Module], list[tuple[str
         if kind is None:
             continue
         shown = name or type(module).__name__
-        if kind.kind == "frozen":
+        if kind.kind == "frozen" or isinstance(module, FrozenSyncBatchNorm):
             left.append((shown, "it is frozen"))
         elif kind.changed:
             left.append((shown, f"its class changes {', '.join(kind.changed)}: what its statistics mean is not known"))

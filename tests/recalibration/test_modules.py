@@ -14,6 +14,7 @@ from torch import nn
 
 import bnexport
 from bnexport.errors import GroupError, UsageError
+from bnexport.sync_bn.recognition import FrozenSyncBatchNorm
 from tests.support.cluster import Raised
 from tests.support.modules import compose
 
@@ -140,12 +141,14 @@ def test_what_is_left_alone_is_named() -> None:
             return super().forward(input) * 2
 
     parts = {name: nn.BatchNorm2d(2, track_running_stats=name != "none") for name in ("used", "unused", "none")}
-    model = compose(lambda self, x: self.odd(self.none(self.used(x))), **parts, odd=Odd(2), lazy=nn.LazyBatchNorm2d())
+    parts |= {"odd": Odd(2), "frozen": FrozenSyncBatchNorm(2), "lazy": nn.LazyBatchNorm2d()}
+    model = compose(lambda self, x: self.odd(self.frozen(self.none(self.used(x)))), **parts)
     report = bnexport.recalibrate(model, [(rows().float(), "a target")])
     assert [layer.name for layer in report.layers] == ["used"]
     reasons = dict(report.left)
     assert reasons["unused"] == "it did not run on these rows"
     assert reasons["none"].startswith("it has no running statistics; set track_running_stats = True")
+    assert reasons["frozen"] == "it is frozen"
     assert "forward" in reasons["odd"] and reasons["lazy"] == "it is lazy and has never run"
     assert "nothing was changed" in bnexport.recalibrate(nn.Linear(2, 2), []).summary()
 

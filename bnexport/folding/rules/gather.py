@@ -87,7 +87,7 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
     if not read_once(value):
         raise Refused("shared", f"the table of {label(node)} is read elsewhere, too")
     table = search.context.constants.describe(value, "table")
-    if table.shape[axis] != affine.channels:
+    if table.shape[axis : axis + 1] != (affine.channels,):
         raise Refused(
             "shape", f"the table of {label(node)} has shape {table.shape}, the map {affine.channels} channels"
         )

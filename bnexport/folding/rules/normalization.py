@@ -39,7 +39,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 def _map(node: ir.Node, place: int, affine: ChannelAffine, scale: np.ndarray, search: Search) -> None:
     """Apply the map along one axis of the scale and the bias, which is created if absent and not 0."""
-    if scale.shape[place] != affine.channels:
+    if scale.shape[place : place + 1] != (affine.channels,):
         raise Refused(
             "shape", f"the scale of {label(node)} has shape {scale.shape}, the map {affine.channels} channels"
         )

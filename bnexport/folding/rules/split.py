@@ -82,7 +82,7 @@ def _split(node: ir.Node, axis: int, rank: int, size: int | None, context: Conte
         sizes = context.constants.ints(operand, f"sizes of {label(node)}")
     if sizes is None:
         # From opset 18 on, the last of `num_outputs` parts may be smaller.
-        part = math.ceil(size / len(node.outputs))
+        part = max(1, math.ceil(size / len(node.outputs)))
         sizes = tuple(min(part, size - start) for start in range(0, size, part))
     if sum(sizes) != size or len(sizes) != len(node.outputs) or any(count < 0 for count in sizes):
         raise Refused("shape", f"the parts of {label(node)} do not add up to {size} channels")

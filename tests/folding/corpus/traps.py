@@ -70,6 +70,10 @@ CASES: dict[str, Case] = {
     # ONNX Runtime takes it, where ONNX's inference leaves it out and gives another rank.
     "negative-axis-before-11": Case("t = MatMul (x, w:4.4) z = Squeeze <axes=[-2]> (t) y = Norm (z, p:4)", refused="opset",
         ins="float[2,1,4] x", outs="float[2,4] y", opset=9),
+    # Data of one axis have one channel, which is none of their elements.
+    **{f"one-channel-without-an-axis-{index}": Case(f"z = {node} y = Norm (z, p:1)", refused=code, ins="float[6] x, int64[6] i")
+        for index, (node, code) in enumerate((("LayerNormalization (x, a:6, b:6)", "shape"), ("Gather (t:9, i)", "shape"),
+            ('Einsum <equation="i,ij->j"> (x, w:6.6)', "axis")))},
     "no-channels": Case("z = Conv (x, w:0.6.1.1) y = Norm (z, p:0)", "Conv", judge="run", options={"verify": False}),
     # Nothing moves into the convolution: its weight, which another one reads, is not copied.
     "shift-before-padding": Case("z = BatchNormalization <epsilon=0.0> (x, u, p_b:6, p_m:6, u) "
