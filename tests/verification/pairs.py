@@ -215,6 +215,9 @@ PAIRS: dict[str, Pair] = {
         "", "", _LOCAL, {"a": (np.float32(1e5), np.float32(2e5))}),
     "a number for a list": Pair("g (float[N,3,H,W] x, float[8,3,3,3] w) => (float[N,8,A,B] y) { y = Conv <kernel_shape=OP> (x, w) }",
         "[3, 3]", "3", _LOCAL),
+    # Of what has no elements nothing is said, wrong or right.
+    "none of the columns": Pair(_columns("OP"), "a = Add (x, k:8) y = Gather <axis=2> (a, none)",
+        "a = Gather <axis=2> (x, none) y = Add (a, half)", _LOCAL, {**_NUMBERS, "none": np.zeros(0, np.int64)}),
     # the weight of an operator of MMDeploy, behind constant offsets
     "a weight beside a constant": Pair("""g (float[1,3,4,4] x) => (float[1,4,4,4] y) { z = mmdeploy.MMCVDeformConv2d <stride=[1, 1],
         padding=[1, 1], dilation=[1, 1], groups=1, deform_groups=1> (x, o:1.18.4.4, w) y = Relu (z) }""", "", "", _LOCAL,

@@ -47,6 +47,13 @@ def _unsqueezed(node: Reading) -> Move:
     return lambda array: [np.expand_dims(with_rank(array, rank), new)]
 
 
+def _some(array: np.ndarray) -> np.ndarray:
+    """Return what is taken of an array. Raises Unrelated for nothing, which is in every proportion."""
+    if not array.size:
+        raise Unrelated("it takes no channel")
+    return array
+
+
 def _sliced(node: Reading) -> Move:
     rank = node.known_rank()
     starts, ends, axes, steps = (node.ints(index, name) for index, name in enumerate(("starts", "ends", "axes", ""), 1))
@@ -65,9 +72,7 @@ def _sliced(node: Reading) -> Move:
             size = wide.shape[axis]
             if size != 1:
                 last = None if step < 0 and end < -size else end
-                wide = wide[tuple([slice(None)] * axis + [slice(start, last, step)])]
-                if not wide.size:
-                    raise Unrelated("it takes no channel")
+                wide = _some(wide[tuple([slice(None)] * axis + [slice(start, last, step)])])
         return [wide]
 
     return move
@@ -118,7 +123,7 @@ def _taken(node: Reading) -> Move:
         wide = with_rank(array, rank)
         if wide.shape[axis] == 1:
             return [wide.reshape(*wide.shape[:axis], *[1] * indices, *wide.shape[axis + 1 :])]
-        return [np.take(wide, node.constant(1), axis)]
+        return [_some(np.take(wide, node.constant(1), axis))]
 
     return move
 
