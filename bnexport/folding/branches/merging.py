@@ -172,7 +172,9 @@ def _remove(nodes: Sequence[ir.Node], context: Context) -> None:
     pads = [node for node in nodes if node.op_type == "Pad"]
     others = [node for node in nodes if node.op_type != "Pad"]
     remove(others, None, context)
-    remove([node for node in pads if not used(node.outputs[0])], None, context)
+    for node in reversed(pads):
+        if not used(node.outputs[0]):
+            remove([node], None, context)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,6 +113,8 @@ CASES: dict[str, Case] = {
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv"),
     "padded-before-the-shift": _case("p = Pad (x, pads1) s = Conv (p, w1:4.4.1.1) n = Norm (s, p:4) a = Conv (n, w3:4.4.3.3) "
         "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", values=VALUES),
+    "padded-twice": _case("p = Pad (x, pads1) q = Pad (p, pads1) a = Conv (q, w3:4.4.3.3) c = Conv <pads=[2,2,2,2]> (x, v3:4.4.3.3) "
+        "y = Add (a, c)", "Conv", values=VALUES),
     "one-pad-for-two-branches": _case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, v3:4.4.3.3) "
         "e = Conv <pads=[1,1,1,1]> (x, w3) t = Add (a, c) y = Add (t, e)", "Conv", values=VALUES),
     "one-pad-for-a-branch-and-something-else": _case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) e = Conv <pads=[1,1,1,1]> (x, "
