@@ -100,6 +100,7 @@ VALUES |= {
     "b_kernel": VALUES["p_b"].reshape(4, 1, 1, 1),
     **{name: np.asarray([value]) for name, value in {"four1": 4, "one1": 1, "farther1": -100}.items()},
     "endless": np.asarray([1, np.inf, 1], np.float32).reshape(3, 1, 1),
+    "thrice_s": 3 * VALUES["p_s"],
     "scale_2": VALUES["p_s"][2],
     "third_c": VALUES["c"][0, 2, 0, 0],
     "nearly": np.asarray([1, 1.0004, 1, 1], np.float32).reshape(1, 4, 1, 1),
@@ -119,6 +120,11 @@ FOUR, ROWS = "float[N,4,H,W] x => float[A,B,C,D] y", "float[N,3] x => float[A,B,
 SAME, PADS = 'auto_pad="SAME_UPPER"', "pads=[1, 1, 1, 1]"
 FAR = "dilations=[1000000, 1000000], pads=[1000000, 1000000, 1000000, 1000000]"
 NEAREST = 'Resize <mode="nearest">'
+# More operators than are compared with each one: each has to be found behind those that have a counterpart.
+MANY = parameters({f"v{index}": (4, 3, 1, 1) for index in range(20)}, seed=7)
+VALUES |= MANY | {f"more_{name}": 2 * array for name, array in MANY.items()}
+TWENTY = f"{' '.join(f'z{name} = ConvTranspose (x, {name})' for name in MANY)} y = Max ({', '.join(f'z{name}' for name in MANY)})"
+TWICE = "b = Mul (x, rate) " + TWENTY.replace("(x, ", "(b, more_").replace("z", "o")
 
 
 def _feed(shape: tuple[int, ...], name: str, *numbers: int) -> dict[str, np.ndarray]:
@@ -431,4 +437,8 @@ REFUTED = [
         graph="float[N,3,H,W] x, int64[1] s => float[A,B,C,D] y", inputs=_feed((2, 3, 4, 4), "s", -1), opset=18),
     _triple("dropout-that-is-no-test", original="d = Dropout <is_test=0> (x) y = Relu (d)", wrong="y = Relu (x)", opset=6, runs=None),
     _triple("cast-to-no-type", original="y = Cast <to=1> (x)", wrong="y = Cast (x)", runs=False),
+    _triple("scale-of-an-instance", original="n = InstanceNormalization (x, p_s, p_b) y = Mul (n, gain)",
+        wrong="y = InstanceNormalization (x, thrice_s, p_b)", right="y = InstanceNormalization (x, thrice_s, thrice)", graph=FOUR,
+        shape=(2, 4, 3, 3)),
+    _triple("twenty-convolutions", original=TWENTY, wrong=TWICE.replace("more_v19", "v19"), right=TWICE, graph=FOUR, shape=(2, 4, 3, 3)),
 ]  # fmt: skip
