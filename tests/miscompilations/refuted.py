@@ -101,6 +101,7 @@ VALUES |= {
     **{name: np.asarray([value]) for name, value in {"four1": 4, "one1": 1, "farther1": -100}.items()},
     "endless": np.asarray([1, np.inf, 1], np.float32).reshape(3, 1, 1),
     "thrice_s": 3 * VALUES["p_s"],
+    **{f"row_{letter}": VALUES[f"p_{letter}"].reshape(1, 4) for letter in "sbmv"},
     "scale_2": VALUES["p_s"][2],
     "third_c": VALUES["c"][0, 2, 0, 0],
     "nearly": np.asarray([1, 1.0004, 1, 1], np.float32).reshape(1, 4, 1, 1),
@@ -441,4 +442,10 @@ REFUTED = [
         wrong="y = InstanceNormalization (x, thrice_s, p_b)", right="y = InstanceNormalization (x, thrice_s, thrice)", graph=FOUR,
         shape=(2, 4, 3, 3)),
     _triple("twenty-convolutions", original=TWENTY, wrong=TWICE.replace("more_v19", "v19"), right=TWICE, graph=FOUR, shape=(2, 4, 3, 3)),
+    _triple("tiny-shift-before-a-maximum", original="a = Add (x, tiny) y = Relu (a)", wrong="y = Relu (x)", graph=FOUR, shape=(2, 4, 3, 3)),
+    _triple("sums-in-no-proportion", original="a = Mul (u, slope) e = Add (x, a) y = Relu (e)",
+        wrong="a = Mul (u, steep) e = Add (x, a) y = Relu (e)", graph="float[N,4,H,W] x, float[N,4,H,W] u => float[A,B,C,D] y",
+        inputs=dict.fromkeys(("x", "u"), np.ones((2, 4, 3, 3), np.float32))),
+    _triple("rows-of-a-normalisation", original="n = BatchNormalization (x, p_s, p_b, p_m, p_v) y = Mul (n, gain)",
+        wrong="n = BatchNormalization (x, row_s, row_b, row_m, row_v) y = Mul (n, gain)", graph=FOUR, shape=(2, 4, 3, 3), runs=False),
 ]  # fmt: skip
