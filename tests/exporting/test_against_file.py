@@ -220,6 +220,17 @@ class TestWitness:
             each.name for each in (tmp_path / "shown").iterdir()
         }
 
+    def test_the_batch_that_shows_it_is_kept(self, tmp_path: Path) -> None:
+        """Up to 0.2 both are equal."""
+        one, other = (
+            written(model, tmp_path / f"{name}.onnx", x=X, output_names=["y"])
+            for name, model in (("one", nn.ReLU()), ("other", nn.Hardtanh(0.0, 0.2)))
+        )
+        inputs = [{"image": np.full((1, 3, 16, 16), value, np.float32)} for value in (0.1, 0.3)]
+        verdict = bnexport.verify(one, other, inputs=inputs, method="whole")
+        assert verdict.status == "failed" and verdict.witness is not None
+        np.testing.assert_array_equal(verdict.witness["image"], inputs[1]["image"])
+
     def test_a_page_of_a_verdict_that_passed(self, file: Path, tmp_path: Path) -> None:
         assert main(["verify", str(file), str(file), "--html", str(tmp_path / "page.html")]) == 0
         assert "modules of A, and the nearest values of B" in (tmp_path / "page.html").read_text()

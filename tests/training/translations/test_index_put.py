@@ -32,6 +32,7 @@ def test_forms():
             case("of two shapes", lambda x: x[:, TWICE, [[1], [2]]], images),
             case("of rows", lambda x, i: x[torch.arange(x.shape[0]), i % 4], images, integers(9, "N")),
             case("rows twice", lambda x: x[[0, 1, 1]], images),
+            case("from the end", lambda x: x[:, [0, -1, 1], [-1, 0, -2]], images),
             case("forward", lambda x: x.index_put((TWICE,), x[:3], accumulate=True), (4, 3)),
             case("broadcast", lambda x: x.index_put((TWICE,), x.new_ones(1), accumulate=True), (4, 3)),
             case("in place", lambda x: (2 * x).index_put_((TWICE,), x[:3], accumulate=True), (4, 3)),
