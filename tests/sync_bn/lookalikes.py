@@ -70,7 +70,7 @@ class NaiveSyncBatchNorm(nn.BatchNorm2d):
         self._stats_mode = stats_mode
 
 
-# mmdet3d/models/layers/norm.py of 1.4.0: no attribute of their own (tests/frameworks/test_mmdet3d.py runs the real ones).
+# mmdet3d/models/layers/norm.py of 1.4.0: no attribute of their own (tests/frameworks/mmdet3d.py runs the real ones).
 NaiveSyncBatchNorm1d = _in("mmdet3d.models.layers.norm")(type("NaiveSyncBatchNorm1d", (nn.BatchNorm1d,), {}))
 NaiveSyncBatchNorm2d = _in("mmdet3d.models.layers.norm")(type("NaiveSyncBatchNorm2d", (nn.BatchNorm2d,), {}))
 
