@@ -19,6 +19,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,8 +69,8 @@ class Plugin:
             return False
         assert Path(bnexport.__file__).is_relative_to(self.folder), "the tests run with another bnexport"
         self.items = session.items
-        os.environ["BNEXPORT_WARM"] = warm.executable()  # one server for all
         reached = self.reached()
+        os.environ["BNEXPORT_WARM"] = warm.executable()  # one server for all
         self.lines, self.seconds = reached["lines"], reached["seconds"]
         print(f"{len(self.items)} tests, {sum(self.seconds.values()):.0f} s; failed: {reached['failed']}", flush=True)
         gc.unfreeze()  # the functions that the collection of tests froze are to be found
@@ -94,52 +95,80 @@ class Plugin:
     # Which tests reach a line.
 
     def reached(self) -> dict[str, Any]:
-        """Tests by file and line, their seconds, and those that fail as it is; kept in a file."""
-        digest = hashlib.sha256(repr([item.nodeid for item in self.items]).encode())
-        for path in sorted(self.folder.glob("bnexport/**/*.py")) + sorted(self.folder.glob("tests/**/*.py")):
-            if "guards" not in path.parts:
-                digest.update(path.read_bytes())
+        """Tests by file and line, their seconds, and those that fail as it is; kept in a file while the sources stay as they are.
+
+        A test that is in the file is not run again, although it may have changed.
+        """
+        digest = hashlib.sha256()
+        for file in self.sources:
+            digest.update((self.folder / file).read_bytes())
         kept = Path(self.order["log"]).with_suffix(f".{digest.hexdigest()[:12]}.map")
-        if not kept.exists():
+        known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+        missing = [item for item in self.items if item.nodeid not in known]
+        if missing:
             pid = os.fork()
             if pid == 0:
-                self._measure(kept)
+                self._measure(missing, known, kept)
             os.waitpid(pid, 0)
-        result: dict[str, Any] = json.loads(kept.read_text())
-        return result
+            known = json.loads(kept.read_text())
+        lines: dict[str, dict[int, list[int]]] = {file: defaultdict(list) for file in self.sources}
+        for number, item in enumerate(self.items):
+            for file, reached in known[item.nodeid]["lines"].items():
+                for line in reached:
+                    lines[file][line].append(number)
+        seconds = {item.nodeid: known[item.nodeid]["seconds"] for item in self.items}
+        return {
+            "lines": lines,
+            "seconds": seconds,
+            "failed": [it.nodeid for it in self.items if known[it.nodeid]["failed"]],
+        }
 
-    def _measure(self, kept: Path) -> None:
+    def _measure(self, items: list[pytest.Item], known: dict[str, Any], kept: Path) -> None:
+        """Run tests under coverage, here and in the processes that they start."""
         code = 1
         try:
-            files = [str(self.folder / file) for file in self.sources]
-            cover = coverage.Coverage(data_file=None, config_file=False, include=files)
+            cover = coverage.Coverage(data_file=str(self.folder / "tmp/reached"), data_suffix=True)
+            cover.set_option("run:patch", ["subprocess", "fork", "_exit"])
             cover.start()
-            seconds, failed = {}, []
-            for number, (item, following) in enumerate(zip(self.items, [*self.items[1:], None])):
-                cover.switch_context(str(number))
+            own = cover.get_data()
+            for item, following in zip(items, [*items[1:], None]):
+                cover.switch_context(item.nodeid)
                 start = time.monotonic()  # the processor time of the programs that it starts is not in this process
                 reports = runtestprotocol(item, nextitem=following, log=False)
-                seconds[item.nodeid] = round(time.monotonic() - start, 3)
-                if any(report.failed for report in reports):
-                    failed.append(item.nodeid)
+                seconds = round(time.monotonic() - start, 3)
+                failed = any(report.failed for report in reports)
+                lines = self._of_programs(Path(own.data_filename()))
+                known[item.nodeid] = {"seconds": seconds, "failed": failed, "lines": lines}
             cover.stop()
-            data = cover.get_data()
-            lines = {
-                file: {
-                    line: sorted({int(it) for it in contexts if it})
-                    for line, contexts in data.contexts_by_lineno(str(self.folder / file)).items()
-                }
-                for file in self.sources
-            }
-            kept.write_text(json.dumps({"lines": lines, "seconds": seconds, "failed": failed}))
+            for file in self.sources:
+                for line, names in cover.get_data().contexts_by_lineno(str(self.folder / file)).items():
+                    for name in filter(None, names):
+                        known[name]["lines"].setdefault(file, []).append(line)
+            kept.write_text(json.dumps(known))
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
+
+    def _of_programs(self, own: Path) -> dict[str, list[int]]:
+        """The lines that ended processes have run, by file."""
+        lines: dict[str, list[int]] = defaultdict(list)
+        for path in own.parent.glob("reached.*"):
+            if path.name.startswith(own.name):
+                continue
+            with contextlib.suppress(coverage.CoverageException):  # of a process that was killed
+                data = coverage.CoverageData(str(path))
+                data.read()
+                for file in self.sources:
+                    lines[file] += data.lines(str(self.folder / file)) or ()
+            path.unlink(missing_ok=True)
+        return {file: found for file, found in lines.items() if found}
 
     def tests_of(self, guard: Guard) -> list[pytest.Item]:
         """The quickest tests, and then of each test function its quickest case, its second, ..., up to a limit of time."""
         lines = self.lines[guard.file]
-        numbers = {it for line in range(guard.line, guard.last + 1) for it in lines.get(str(line), ())}
+        numbers = {it for line in range(guard.line, guard.last + 1) for it in lines.get(line, ())}
         functions: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in sorted((self.items[number] for number in numbers), key=self.time_of):
             functions[item.nodeid.partition("[")[0]].append(item)
