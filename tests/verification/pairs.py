@@ -202,6 +202,12 @@ PAIRS: dict[str, Pair] = {
     "a function with another default": Pair(_CALL.replace("(a) =>", "<slope: float = OP> (a) =>").replace("= OP (",
         "= LeakyRelu <alpha: float = @slope> ("), "0.1", "0.2", _LOCAL, header=_WITH_F.replace("8", "10")),
     "more wrong places than are tried": Pair(_row(f"{_PLACES} y = Max ({', '.join(f'r{i}' for i in range(2, 68))})"), "Div", "Mul", _LOCAL),
+    # An operator that asks for as many parameters as channels has one: no engine runs it on four.
+    **{f"one channel of four, {name}": Pair(_image("OP"), "y = Mul (x, c)", theirs, _LOCAL, values)
+        for name, theirs, values in (
+            ("a norm", "y = BatchNormalization <epsilon=1.0> (x, d, zeros, zeros, zeros)", {"c": np.float32(2), "d": np.float32([2]),
+                "zeros": np.zeros(1, np.float32)}),
+            ("a convolution", "y = Conv (x, d)", {"c": np.float32(2), "d": np.full((1, 1, 1, 1), 2, np.float32)}))},
     # constants: a terabyte is neither made nor needed; without digits, and with a switch of 2, they are not equal
     **{f"a huge {name}": Pair(_one(nodes), "ReduceMax <keepdims=0> (huge)", "Constant <value_float=1.0> ()", _LOCAL)
         for name, nodes in {

@@ -140,7 +140,7 @@ def normalised(node: Reading) -> Form:
         raise Unrelated("its data have no channels")
     shape = (-1, *[1] * (rank - 2))
     k, h = (each.apply(lambda array: array.reshape(shape)) for each in (k, bias - k * mean))
-    node.know_size(form, 1, factor.size)
+    node.ask_size(form, 1, factor.size)
     return form.scaled(k, (factor.size, *shape[1:])).shifted(h)
 
 
@@ -169,7 +169,7 @@ def pointwise(node: Reading) -> Form:
     weight = node.parameter(1)
     wide = (-1, *[1] * (len(shape) - 2))
     form, span = node.data(0), (shape[0], *wide[1:])
-    node.know_size(form, 1, shape[0])
+    node.ask_size(form, 1, shape[0])
     form = form.scaled(weight.apply(lambda array: array.reshape(wide)), span)
     if not node.has(2):
         return form
@@ -571,7 +571,7 @@ def convolution(node: Reading) -> Placed:
             raise Unrelated("its bias has another shape")
         bias = bias.apply(lambda array: array.reshape([view[axis] for axis in out]))
     form = node.data(0)
-    node.know_size(form, 1, inputs, rank)
+    node.ask_size(form, 1, inputs, rank)
     scales, offset = node.on_axis(form, 1 - rank, inputs, lambda array: array.reshape(read))
     pads = _mixes(node.node, shape[2:]) if turned else may_pad(node.node)
     return Placed(Linear(stored, view, out, scales, offset, bias, pads), (1 - rank,), flat=True)

@@ -545,10 +545,15 @@ class Reading:
     def result_shape(self, place: int = 0) -> Shape | None:
         return self.side.shapes.of(self.node.outputs[place])
 
-    def know_size(self, form: Form, axis: int, size: int, rank: int | None = None) -> None:
-        """Record a size that an operator of the original asks of its data."""
+    def ask_size(self, form: Form, axis: int, size: int, rank: int | None = None) -> None:
+        """Record a size that an operator of the original asks of its data.
+
+        Raises Unrelated where one of the changed model asks for a single element of data that may have more.
+        """
         if self.side.place == 0:
             self.bases.know(form, axis, size, rank)
+        elif size == 1 and (self.bases.shape(form) or ())[axis : axis + 1] != (1,):
+            raise Unrelated(f"its data may have more than one element along axis {axis}")
 
     def on_axis(
         self, form: Form, axis: int, count: int, place: Callable[[np.ndarray], np.ndarray]
