@@ -42,13 +42,14 @@ def run(arguments: argparse.Namespace, log: Path) -> int:
             copy(source, folder / copied)
         (folder / "sitecustomize.py").write_text(NOT_INSTALLED)
         (folder / "tmp").mkdir()
+        library = Path(get_library_path())
         wanted = ("group", "minutes", "seconds", "again")
         order = {"log": str(log), **{key: getattr(arguments, key) for key in wanted}}
         (folder / "order.json").write_text(json.dumps(order))
         environment = {
             **os.environ,
             # Of its own, too: an installation that changes meanwhile must not decide.
-            "BNEXPORT_LIBRARY": str(shutil.copy(get_library_path(), folder)),
+            "BNEXPORT_LIBRARY": str(shutil.copytree(library.parent, folder / "lib") / library.name),
             "PYTHONPATH": str(folder),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(folder / "tmp"),
