@@ -5,22 +5,14 @@
 
 namespace bnexport::adapters {
 
-namespace {
-
-// Tests run the CUDA operators in a CPU session, whose memory is aligned to less.
-#if defined(BNEXPORT_TEST_CUDA_ON_CPU)
-constexpr size_t kSlack = 255;
-#else
-constexpr size_t kSlack = 0;
-#endif
-
-}  // namespace
+// What the kernels ask for; memory of an engine need not be aligned to it.
+constexpr size_t kAlignment = 256;
 
 Scratch::Scratch(const Run& run, const CudaLibrary& cuda, const ort::MemoryInfo* memory, void* stream, size_t workspace,
                  int64_t doubles)
     : api_(run.node.api), cuda_(cuda), stream_(stream) {
-  const size_t aligned = (workspace + 255) / 256 * 256;
-  const size_t needed = aligned + static_cast<size_t>(doubles) * sizeof(double), bytes = needed + kSlack;
+  const size_t aligned = (workspace + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t needed = aligned + static_cast<size_t>(doubles) * sizeof(double), bytes = needed + kAlignment - 1;
   if (needed == 0) return;
   check(api_, ort::ContextAllocator::call(api_, run.context, memory, &allocator_));
   ort::Status* const status = stream != nullptr ? ort::ContextScratch::call(api_, run.context, memory, bytes, &data_)
@@ -31,7 +23,7 @@ Scratch::Scratch(const Run& run, const CudaLibrary& cuda, const ort::MemoryInfo*
     throw std::bad_alloc();
   }
   auto* const start = static_cast<char*>(data_);
-  workspace_ = start + ((256 - reinterpret_cast<uintptr_t>(start) % 256) & kSlack);
+  workspace_ = start + (kAlignment - 1 - (reinterpret_cast<uintptr_t>(start) - 1) % kAlignment);
   next_ = reinterpret_cast<double*>(static_cast<char*>(workspace_) + aligned);
 }
 
