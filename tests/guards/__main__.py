@@ -18,17 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.guards.session import GROUPS
+from tests.guards.session import GROUPS, NOT_INSTALLED
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("bnexport", "tests", "models", "docs", "benchmarks", "examples", "pyproject.toml", "README.md", "mkdocs.yml")
-# An editable installation imports bnexport from the checkout, whatever sys.path says.
-NOT_INSTALLED = """import sys
-
-for finder in list(sys.meta_path):
-    if any(name.partition(".")[0] == "bnexport" for name in getattr(finder, "known_source_files", ())):
-        sys.meta_path.remove(finder)
-"""
 
 
 def run(arguments: argparse.Namespace, log: Path) -> int:

@@ -13,12 +13,10 @@ def functions_of(path: str) -> list[types.FunctionType]:
 
 
 def patch(functions: list[types.FunctionType], text: str, path: str) -> bool:
-    """Give the functions their code in the changed text; false where there are none, or that takes an import of the module.
+    """Give the functions their code in the changed text; false where that takes an import of the module.
 
     The text must have the lines of the original: functions are found by name and line.
     """
-    if not functions:
-        return False
     codes: dict[tuple[str, int], types.CodeType | None] = {}
     for code in _codes(compile(text, path, "exec", dont_inherit=True)):
         key = code.co_name, code.co_firstlineno

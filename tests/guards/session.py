@@ -30,6 +30,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 import bnexport
+from bnexport.verification import process
 from tests.guards.guards import Guard, guards
 from tests.guards.live import functions_of, patch
 from tests.support import warm
@@ -50,6 +51,14 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "graph": (("bnexport/graph/*.py",), ("tests/graph", "tests/folding", "tests/malicious")),
     "names": (("bnexport/graph/nodes.py",), ("tests/guards/example.py",)),  # for the test of this tool
 }
+# An editable installation imports bnexport from the checkout, whatever sys.path says.
+NOT_INSTALLED = """import sys
+
+for finder in list(sys.meta_path):
+    if any(name.partition(".")[0] == "bnexport" for name in getattr(finder, "known_source_files", ())):
+        sys.meta_path.remove(finder)
+"""
+
 UNPATCHED = 77  # exit status of a child: the changed code takes an import
 OUTCOMES = {0: "survived", 1: "killed", UNPATCHED: "not judged", -signal.SIGXCPU: "hangs", -signal.SIGKILL: "timeout"}
 SEEN = ("killed", "hangs")
@@ -69,6 +78,7 @@ class Plugin:
             return False
         assert Path(bnexport.__file__).is_relative_to(self.folder), "the tests run with another bnexport"
         self.items = session.items
+        process._START = NOT_INSTALLED + process._START  # the engine's process hears of no PYTHONPATH
         reached = self.reached()
         os.environ["BNEXPORT_WARM"] = warm.executable()  # one server for all
         self.lines, self.seconds = reached["lines"], reached["seconds"]
@@ -137,6 +147,7 @@ class Plugin:
                 reports = runtestprotocol(item, nextitem=following, log=False)
                 seconds = round(time.monotonic() - start, 3)
                 failed = any(report.failed for report in reports)
+                _end_engine()
                 lines = self._of_programs(Path(own.data_filename()))
                 known[item.nodeid] = {"seconds": seconds, "failed": failed, "lines": lines}
             cover.stop()
@@ -207,7 +218,8 @@ class Plugin:
             silent = os.open(os.devnull, os.O_RDWR)
             for number in range(3):
                 os.dup2(silent, number)
-            if not patch(self.functions[guard.file], guard.text, str(self.folder / guard.file)):
+            functions = self.functions[guard.file]  # none of a module that is only imported from now on
+            if functions and not patch(functions, guard.text, str(self.folder / guard.file)):
                 os._exit(UNPATCHED)
             code = 0
             for item, following in zip(items, [*items[1:], None]):
@@ -218,6 +230,14 @@ class Plugin:
                     break
         finally:
             os._exit(code)
+
+
+def _end_engine() -> None:
+    """End the engine's process as one that is not needed any more: a killed one leaves no data."""
+    if process.PROCESS._channel is not None and process.PROCESS._process is not None:
+        process.PROCESS._channel.close()
+        process.PROCESS._process.wait()
+        process.PROCESS.close()
 
 
 @contextlib.contextmanager

@@ -67,4 +67,3 @@ def test_patched_functions(tmp_path: Path) -> None:
     assert patch(found, source.replace("x + 1", "x - 1"), str(path))
     assert module["C"]().m() == [0, 1]  # type: ignore[operator]
     assert not patch(found, "\n" + source, str(path))
-    assert not patch([], source, str(path))
