@@ -201,7 +201,6 @@ def keep_gradients(model: ir.Model, description: Description, group: str, size: 
     weight = graph.initializers.pop(LOSS_WEIGHT, None)
     if weight is None:
         raise MalformedModelError(f"{where}: holds no constant {LOSS_WEIGHT!r}; export the step again")
-    weight.const_value = None
     graph.inputs.append(weight)
     grads = _grads(graph, description, where)
     updated = _updated(description)
