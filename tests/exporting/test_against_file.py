@@ -136,8 +136,9 @@ class TestInputs:
         for inputs in (None, [{"image": X.numpy()}, {"image": 2 * X.numpy()}]):
             assert bnexport.verify(network(), file, inputs=inputs).passed
 
-    def test_a_half_precision_file(self, tmp_path: Path) -> None:
-        path = written(network().half(), tmp_path / "half.onnx", x=X.half())
+    def test_a_half_precision_file_of_fixed_sizes(self, tmp_path: Path) -> None:
+        path = written(network().half(), tmp_path / "half.onnx", x=X.half(), sizes=False)
+        assert bnexport.verify(network(), path, inputs=X[..., :8, :8]).status == "failed"
         verdict = bnexport.verify(network(), path, inputs=X)
         assert verdict.passed and "compared with the module in float16" in verdict.reason
 

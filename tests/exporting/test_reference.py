@@ -155,6 +155,17 @@ def test_a_model_that_is_more_accurate_than_torch(tmp_path):
     assert all(output.atol < 1e-3 for output in result.verification.outputs)
 
 
+def test_a_counter_that_only_the_conversion_has(tmp_path):
+    """It joins the new state in float64, against which a model that torch rounds is held."""
+    forward = {"forward": lambda self, x: nn.functional.batch_norm(x, *self.buffers(), *self.parameters(), True)}
+    model = cancelling().train()
+    model.norm = type("ABN", (lookalikes.ABN,), {"__module__": lookalikes.ABN.__module__, **forward})(4, "identity")
+    del model.norm.num_batches_tracked
+    model.conv.bias.data.fill_(1e4)
+    result = bnexport.export(model, SMALL, tmp_path / "m.onnx", mode="custom_op", exporter="torchscript")
+    assert result.verification.passed and "norm.num_batches_tracked" in result.state
+
+
 def test_torchs_formats(monkeypatch, tmp_path):
     """Whole modules decide nothing here; the proof of the fold finds the wrong weight."""
     off_by(monkeypatch, 1e-2)

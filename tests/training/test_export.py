@@ -415,10 +415,10 @@ def test_wrong_arguments_are_named(change, match, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "factor"), [("stem.0.weight.new", 1.5), ("head.1.running_mean.new", 1.001), ("loss", 1.001)]
+    ("wrong", "factor"), [("stem.0.weight.new", 1.5), ("head.1.running_mean.new", 1.0002), ("loss", 1.001)]
 )
 def test_a_wrong_graph_is_seen(wrong, factor, plain, monkeypatch):
-    """An update that is off by half, and what the forward makes when it is off by 1e-3."""
+    """An update that is off by half, and what the forward makes when it is off by 1e-3 or less."""
     run = onnxruntime.InferenceSession.run
 
     def run_wrong(self, names, feeds):

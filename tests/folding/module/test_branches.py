@@ -92,6 +92,7 @@ MERGED = {
     "pool": (lambda m, x: m.norm3(m.conv3(x)) + m.norm(m.pool(x)), 1),
     "identity-module": (lambda m, x: m.conv1(x) + m.none(x), 1),
     "starts-at-zero": (lambda m, x: 0 + m.norm(x) + m.conv1(x), 1),
+    "minus-a-layer-of-a-sum": (lambda m, x: m.conv1(x) - m.none(m.conv3(x) + x), 1),
     "another-term": (lambda m, x: m.norm(x) + torch.relu(x) + m.conv1(x), 1),
     "would-grow": (lambda m, x: m.deep(x) + m.conv1(x), 2),
     "read-elsewhere": (read_elsewhere, 2),
