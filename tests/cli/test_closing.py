@@ -108,9 +108,12 @@ def test_the_last_line_without_a_verification(net, tmp_path, call):
     assert code == 0 and err.splitlines()[-1].startswith("result: not verified; 1 batch norm left: layer1.1.bn (")
 
 
-def test_an_export_says_the_same(tmp_path, call):
+@pytest.mark.parametrize("options", [(), ("--exporter", "torchscript")])
+def test_an_export_says_the_same(options, tmp_path, call, monkeypatch):
+    if options:  # also for the export that its latency is compared with
+        monkeypatch.setattr("torch.export.export", None)
     page = tmp_path / "m.html"
-    arguments = ("-i", "image:2,1,8,8", "--explain", "stem", "--bench", "--html", page)
+    arguments = ("-i", "image:2,1,8,8", "--explain", "stem", "--bench", "--html", page, *options)
     code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.onnx", *arguments)
     assert code == 0, err
     assert re.search(r"^stem\S*: folded into stem", err, re.MULTILINE), err

@@ -141,6 +141,8 @@ def test_inspect(source: Path, tmp_path: Path) -> None:
     report = inspect(source)
     assert (report.op_counts, report.opsets) == ({"BatchNormalization": 2, "Conv": 1, "Relu": 1}, {"": 17})
     assert [info.channels for info in report.batch_norms] == [8, 8]
+    free = model("g (float[N,C] x, float[C] p) => (float[N,C] y) { y = BatchNormalization (x, p, p, p, p) }")
+    assert inspect(free).batch_norms[0].channels is None
     assert report.parameter_bytes == 4 * (8 * 6 * 3 * 3 + 2 * 4 * 8)
     assert report.inputs[0].shape == ("N", 6, "H", "W")
     json.dumps(report.to_dict())

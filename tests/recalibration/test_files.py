@@ -271,9 +271,10 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
 
 def test_a_fixed_batch_size_is_named() -> None:
     proto = net()
-    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
-    with pytest.raises(UsageError, match="its rows must be a multiple of that"):
-        bnexport.recalibrate_file(proto, None, [{"x": data(4)}, {"x": data(2)}])
+    for fixed in (1, 4):
+        proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = fixed
+        with pytest.raises(UsageError, match="its rows must be a multiple of that"):
+            bnexport.recalibrate_file(proto, None, [{"x": data(fixed)}, {"x": data(2)}])
 
 
 def test_rows_of_files_and_folders(tmp_path: Path) -> None:

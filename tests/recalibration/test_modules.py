@@ -198,6 +198,9 @@ def test_a_nan_row_is_named_and_nothing_changes(layers: str) -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(UsageError, match=r"batch 2, row 13 gives NaN or infinity to stem.1; nothing was changed"):
         bnexport.recalibrate(model, list(x.split(6)), layers=layers)
+    by_pair = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(6)).double()
+    with pytest.raises(UsageError, match=r"batch 2 gives NaN"):  # whose rows are not those of the batch
+        bnexport.recalibrate(by_pair, list(x.split(6)), layers=layers)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
