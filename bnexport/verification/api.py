@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from bnexport import interface, schema
@@ -360,6 +361,9 @@ def _ask(
     of_candidate = [value for probe in probes for value in probe.of_candidate]
     of_candidate += [meeting.candidate for meeting in meetings]
     given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
+    specs = [spec_of(value, reference) for value in given_inputs(reference)]
+    for sample in given or ():
+        _require_fitting(sample, specs, reference)
     try:
         with Shipment() as shipment:
             request = {
@@ -369,7 +373,7 @@ def _ask(
                 "probes": list(map(_plain, probes)),
                 "parted": list(map(_plain, parted)),
                 "meetings": list(map(_plain, meetings)),
-                "inputs": [dataclasses.asdict(spec_of(value, reference)) for value in given_inputs(reference)],
+                "inputs": list(map(dataclasses.asdict, specs)),
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "bounds": find_bounds(reference, candidate),
                 "operands": find_operand_sizes(reference),
@@ -392,6 +396,24 @@ def _ask(
     except ModelError as error:
         # It cannot be written for an engine: no one can run it.
         return {"status": "not_verified", "reason": str(error)}
+
+
+def _require_fitting(sample: Mapping[str, Any], specs: Sequence[InputSpec], model: ir.Model) -> None:
+    """Raise UsageError for inputs that the model does not take as it is declared: an engine that runs them all the same is no judge."""
+    known = [str(value.name) for value in model.graph.inputs]
+    if unknown := [name for name in sample if name not in known]:
+        raise UsageError(f"inputs: got {unknown[0]!r}, expected among {', '.join(known)}")
+    for spec in specs:
+        if spec.name not in sample:
+            raise UsageError(f"inputs: {spec.name!r} is missing")
+        array = np.asarray(sample[spec.name])
+        sizes = zip(spec.shape, array.shape)
+        fits = len(spec.shape) == array.ndim and all(not isinstance(one, int) or one == two for one, two in sizes)
+        if spec.kind and not (fits and (spec.kind == "string" or array.dtype.name == spec.dtype)):
+            expected = ", ".join("?" if size is None else str(size) for size in spec.shape)
+            kind = "string" if array.dtype.kind in "USO" else array.dtype.name
+            got = f"{kind}[{', '.join(map(str, array.shape))}]"
+            raise UsageError(f"inputs: {spec.name!r} is {got}, expected {spec.dtype}[{expected}]")
 
 
 def _failure(failure: ProcessFailure) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 import bnexport.folding.context
 from bnexport import verify
-from bnexport.errors import VerificationError
+from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold
 from bnexport.model_io import load, save, to_proto
 from bnexport.verification.process import PROCESS, ProcessFailure
@@ -224,6 +224,23 @@ def test_a_model_that_is_never_finite(given: bool, tmp_path: Path) -> None:
     # No outputs are needed to prove the fold.
     again = verify(model(NAN), tmp_path / "out.onnx")
     assert (again.status, again.method) == ("passed", "local")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"x": np.ones((1, 5, 5, 5), np.float32)}, r"'x' is float32\[1, 5, 5, 5\], expected float32\[N, 6, H, W\]"),
+        ({"x": np.ones((6, 5, 5), np.float32)}, r"'x' is float32\[6, 5, 5\], expected"),
+        ({"x": np.ones((1, 6, 5, 5))}, r"'x' is float64\[1, 6, 5, 5\], expected"),
+        ({"x": "a"}, r"'x' is string\[\], expected"),
+        ({}, "'x' is missing"),
+        ({"x": np.ones((1, 6, 5, 5), np.float32), "z": 1}, "got 'z', expected among x"),
+    ],
+)
+def test_inputs_that_a_model_does_not_take(given: dict[str, Any], says: str) -> None:
+    """An engine that runs them all the same, as onnx.reference does, is no judge."""
+    with pytest.raises(UsageError, match=says):
+        verify(model(NAN), model(NAN), inputs=given)
 
 
 def test_a_number_where_the_reference_has_none_is_no_difference() -> None:
