@@ -42,8 +42,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("bnexport/verification/**/*.py",),
         (
             "tests/folding/test_corpus.py",
+            "tests/folding/test_api.py",
             "tests/verification",
             "tests/miscompilations",
+            "tests/exporting/test_against_file.py",
+            "tests/exporting/test_reference.py",
+            "tests/cli",
+            "tests/recalibration",
             "tests/forms",
             "tests/malicious",
         ),
