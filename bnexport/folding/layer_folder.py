@@ -19,7 +19,7 @@ from bnexport.folding.context import Layers, Options
 from bnexport.folding.folder import Folding
 from bnexport.folding.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME as PARALLEL
-from bnexport.graph.nodes import FLOAT_TYPES, Refused, input_at, is_standard
+from bnexport.graph.nodes import Refused, input_at, is_standard
 from bnexport.modules.module_graph import ModuleGraph
 from bnexport.modules.module_trace import Memory, Trace, is_layer
 from bnexport.sync_bn.recognition import has_hooks
@@ -248,11 +248,8 @@ def find_heads(parts: Sequence[ir.Node]) -> tuple[ir.Node, ...]:
 
 
 def check_values(tensor: torch.Tensor | None) -> None:
-    """Raise Refused for anything but a plain float tensor; batch norms count batches in integers."""
+    """Raise Refused for a tensor that has no values to compute with; batch norms count batches in integers."""
     if tensor is None or tensor.dtype == torch.int64:
         return
     if type(tensor) not in PLAIN_TENSORS or tensor.is_meta:
         raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in FLOAT_TYPES:
-        raise Refused("type", f"a parameter is {name}, expected one of {', '.join(FLOAT_TYPES)}")

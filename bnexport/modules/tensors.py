@@ -15,11 +15,12 @@ Array = np.ndarray[Any, Any]
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """Return the values in NumPy; bfloat16 by way of its bits."""
+    """Return the values in NumPy; types that it does not have, such as bfloat16 and float8, by way of their bits."""
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    if kind is None:
+        return tensor.numpy()
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.uint8).numpy().view(kind)
 
 
 def from_array(array: Array, like: torch.Tensor) -> torch.Tensor:

@@ -87,3 +87,5 @@ def test_on_request_they_stay() -> None:
     after = bnexport.fold(network(), standard_ops=False, verify=False).model
     assert {"MMCVModulatedDeformConv2d", "grid_sampler"} <= set(kinds(after))
     assert [(each.domain, each.version) for each in after.opset_import] == [("", 11), ("mmdeploy", 1)]
+    alone = bnexport.fold(network(), skip=["node_n", "node_k"]).report
+    assert alone.changed and alone.verification.passed and not alone.folded

@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
         "Thing Conv Conv Add", "rank", **ANY),
     "pool-of-another-rank": _case("r = other.Thing (x) a = AveragePool <kernel_shape=[1]> (r) c = Conv (r, w1:4.4.1.1) y = Add (a, c)",
         "Thing AveragePool Conv Add", "rank", **ANY),
-    "conv-with-matmul": _case("c = Conv (x, w1:4.4.1.1) a = MatMul (x, m:4.4) y = Add (a, c)", "Conv MatMul Add", "axis",
+    "conv-with-matmul": _case("c = Conv (x, w1:4.4.1.1) a = MatMul (x, m:4.4) y = Add (c, a)", "Conv MatMul Add", "axis",
         ins="float[N,4,H,4] x"),
     **{f"matmul-with-{name}": _case(f"a = MatMul (x, m:4.4) c = {node} y = Add (a, c)", f"MatMul {name} Add", "axis",
         ins="float[N,4,H,4] x", values=VALUES, judge="proof") for name, node in {

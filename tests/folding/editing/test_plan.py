@@ -50,6 +50,8 @@ def test_integers_are_not_scaled(plan: Plan, node: ir.Node) -> None:
 
 def test_shifts_behind_a_node(plan: Plan, node: ir.Node) -> None:
     addend = Addend(np.ones(2), 1, 4, np.dtype(np.float32))
+    plan.add(node, 2, np.ones(2), np.ones(2), np.dtype(np.float32), "bias")
+    assert plan.vector(node, 2, 2, "bias").tolist() == [1, 1]
     plan.add_behind(node, addend)
     with pytest.raises(Refused, match="two shifts meet"):
         plan.add_behind(node, addend)

@@ -143,7 +143,7 @@ REASONS = {
     "scales beyond the bound": (CONV, X2, {"max_scale": 1e-3}, {"1": ["scale"]}),
     "half overflows": (half_overflows(), None, {}, {"1": ["overflow", "graph-output"]}),
     "of another class": (of_another_class(), None, {}, {"1": ["no-values", "graph-output"]}),
-    "complex": (copy.deepcopy(CONV).to(torch.complex64), None, {}, {"1": ["type"]}),
+    **{str(dtype): (copy.deepcopy(CONV).to(dtype), None, {}, {"1": ["type"]}) for dtype in (torch.complex64, torch.float8_e5m2)},
     "a traced module, which is no program": (torch.fx.symbolic_trace(CONV), X2, {}, {}),
     "no values": (copy.deepcopy(CONV).to("meta"), None, {}, {"1": ["no-values"]}),
 }  # fmt: skip
