@@ -102,9 +102,9 @@ def _runs_on(device: int) -> bool:
 
 def usable(device: torch.device) -> bool:
     """Whether the kernels run on a device, and shall be used."""
-    if backend == "torch" or device.type not in ("cpu", "cuda") or not _is_loaded():
+    if backend == "torch" or not _is_loaded():
         return False
-    return device.type == "cpu" or (_sees_devices() and _runs_on(device.index))
+    return device.type == "cpu" or (device.type == "cuda" and _sees_devices() and _runs_on(device.index))
 
 
 def is_plain(tensor: Tensor) -> bool:

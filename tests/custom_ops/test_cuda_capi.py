@@ -153,6 +153,7 @@ def test_a_device_that_fails_is_asked_again(emulated, no_memory, monkeypatch):
             kernels._prepare(torch.Size((2, 3, 4)), (12, 4, 1), torch.float32, device)
     monkeypatch.setattr(cuda, "check_device", check)
     assert kernels.usable(device)
+    assert not kernels.usable(torch.device("meta", 0))
 
 
 def test_devices_of_rocm_are_not_ours(emulated, monkeypatch):
