@@ -156,6 +156,8 @@ def test_options_serve_several_sessions(victim: Path, large: bool, monkeypatch: 
     """Weights in other files, with options of our own and twice with the caller's."""
     if large:
         monkeypatch.setattr(runtime_sessions, "_LARGEST_MESSAGE", 0)
+    real, sizes = runtime_sessions.prepare, list[int]()
+    monkeypatch.setattr(runtime_sessions, "prepare", lambda data, *rest: sizes.append(len(data)) or real(data, *rest))
     options = onnxruntime.SessionOptions()
     sessions = [InferenceSession(victim), InferenceSession(victim, sess_options=options)]
     if not large:
@@ -166,6 +168,7 @@ def test_options_serve_several_sessions(victim: Path, large: bool, monkeypatch: 
         sessions += [InferenceSession(other, sess_options=options), InferenceSession(victim, sess_options=options)]
     for session in sessions:
         np.testing.assert_allclose(session.run(None, {"x": X})[0], X @ WEIGHT, rtol=1e-4, atol=1e-4)
+    assert [size > WEIGHT.nbytes for size in sizes] == ([False] * 2 if large else [False, True, True, True])
 
 
 def test_files_are_not_opened_again(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
