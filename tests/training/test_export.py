@@ -361,6 +361,7 @@ def _pairs(x):
 
 
 IMPOSSIBLE = {
+    "a number beside": (lambda: Net(last=lambda y: (y, 3)), "the model returned a int among its outputs"),
     "branch": (lambda: _with(lambda x: x if x.sum() > 0 else -x), r"reads values of a tensor to decide .* torch\.where"),
     "item": (lambda: _with(lambda x: x * 2 if x.abs().max().item() > 1 else x), r"module 'stem\.odd': .*reads values of a ten"),
     "random": (lambda: _with(lambda x: x + torch.rand_like(x)), r"module 'stem\.odd': aten\.rand.* draws random numbers"),
@@ -377,7 +378,11 @@ IMPOSSIBLE = {
 def test_models_that_no_graph_can_hold(name, tmp_path):
     make, message = IMPOSSIBLE[name]
     with pytest.raises(UnsupportedModelError, match=message):
-        export(make(), tmp_path / "s.onnx")
+        export(
+            make(),
+            tmp_path / "s.onnx",
+            loss=lambda y, target: cross_entropy(y[0] if isinstance(y, tuple) else y, target),
+        )
     assert not list(tmp_path.iterdir())
 
 
