@@ -35,7 +35,6 @@ def test_fold_then_verify_run_and_inspect(folder, tmp_path, call):
     _, out, err = call("verify", folder / "eval.onnx", target, "--method", "local", "-v", code=0)
     assert "verification passed: 6 folds proved, 0 compared only" in err
     assert "verified without inputs: no model was run" in err and "6 of 6 folds" in out
-    call("verify", folder / "eval.onnx", target, "--method", "some", code=2)
     _, out, _ = call("run", target, "--input", "x:3,1,8,8", "--output", tmp_path / "out.npz", "--json", "-", code=0)
     assert json.loads(out)["outputs"][0]["shape"] == [3, 10]
     assert np.load(tmp_path / "out.npz")["output"].shape == (3, 10)

@@ -115,11 +115,6 @@ FIRST = {
 }
 
 
-def test_quiet_and_verbose_exclude_each_other(call):
-    _, out, err = call("doctor", "-q", "-v", code=2)
-    assert out == "" and "expected one of them at most" in err
-
-
 def test_verbose_says_more(folder, call):
     command = ["verify", folder / "kept.onnx", folder / "kept.onnx"]
     quiet, loud = (call(*command, *more)[2] for more in ([], ["-v"]))

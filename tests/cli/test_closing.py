@@ -58,11 +58,6 @@ def test_a_name_as_a_user_types_it(net, name, lines, call):
     assert [path.name for path in net.parent.iterdir()] == ["m.onnx"]
 
 
-@pytest.mark.parametrize("name", ["layer1.0.bn", "layer", "bn1"])
-def test_half_a_name_is_none(net, name, call):
-    assert "expected a batch norm of" in call("fold", net, "--explain", name, code=2)[2]
-
-
 def test_find_in_a_report(net):
     report = fold(net).report
     assert [site.name for site in report.find("layer1")] == ["layer1.0.bn1", "layer1.1.bn"]
@@ -121,16 +116,6 @@ def test_an_export_says_the_same(options, tmp_path, call, monkeypatch):
     assert re.search(r"^result: 3 folds proved, 0 compared only.*; 0 batch norms left; .*\d", err, re.MULTILINE), err
     text = page.read_text()
     assert "verification passed" in text and "tests.cli.conftest:synced" in text and "m.onnx" in text
-
-
-@pytest.mark.parametrize(
-    "arguments", [("m.pt2",), ("m.onnx", "--no-fold"), ("m.onnx", "--mode", "custom_op")], ids=" ".join
-)
-def test_bench_needs_a_folded_onnx_file(tmp_path, arguments, call):
-    target, *options = arguments
-    shared = ("tests.cli.conftest:synced", tmp_path / target, "-i", "x:1", "--bench")
-    code, _, err = call("export", *shared, *options)
-    assert code == 2 and "--bench: " in err and "--fold" in err
 
 
 def test_inspect_has_a_line_for_each_batch_norm(net, call):

@@ -27,21 +27,6 @@ def net(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("factory", "line"),
-    [
-        ("segnet.py:build", "got the file 'segnet.py', expected a module: write segnet:build"),
-        ("../seg/segnet.py:build", "write segnet:build, and run it in the folder '../seg' or with that on PYTHONPATH"),
-        ("segnet:build?classes=7", "arguments behind ? are for models of timm, torchvision, mmengine"),
-    ],
-)
-def test_a_factory(tmp_path, factory, line, call, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "segnet.py").write_text("def build(): ...\n")
-    code, _, err = call("export", factory, "o.onnx")
-    assert code == 2 and line in err
-
-
 def test_a_link_to_nothing_is_a_file_that_exists(net, call):
     os.symlink(net / "absent", net / "o.onnx")
     code, _, err = call("fold", net / "m.onnx", net / "o.onnx")
@@ -54,12 +39,6 @@ def test_a_name_that_is_too_long(net, length, call):
     code, _, err = call("fold", net / "m.onnx", net / name)
     assert code == 2 and f"OUT: got a file name of {length + 5} bytes, expected at most 220" in err
     assert call("fold", net / name, net / "o.onnx")[0] == 2
-
-
-def test_rows_of_another_input_are_told_before_anything_else(net, call):
-    code, _, err = call("recalibrate", net / "m.onnx", net / "o.onnx", "-i", f"x:{net / 'rows.npy'}")
-    assert code == 2
-    assert err.startswith("error: --input: got rows of x; ") and "takes image" in err
 
 
 def test_a_file_without_statistics_stays_the_same(net, call):

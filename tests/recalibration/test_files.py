@@ -338,23 +338,6 @@ def test_recalibrate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert html.escape(layer["name"]) in page and f"{max(shifts):.3g}" in page
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-i", "x"], "--input: got 'x', expected NAME:FILE.npy|FOLDER"),
-        (["-i", "x:x.npy", "-i", "x:x.npy"], "got 'x' twice"),
-        (["-i", "x:nothing.npy"], "no such file"),
-        (["-i", "z:x.npy"], "got rows of z; a.onnx takes x"),
-        (["-i", "x:x.npy", "--layers", "all"], "--layers: got 'all'"),
-        ([], "Missing option '--input'"),
-    ],
-)
-def test_bad_arguments(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main(["recalibrate", "a.onnx", "b.onnx", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not Path("b.onnx").exists()
-
-
 def test_names_of_a_model_are_escaped(folder: Path) -> None:
     proto = net()
     proto.graph.node[1].name = "<script>alert(1)</script>\u202e"
