@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.errors import BnexportError
 from bnexport.graph.nodes import Refused, get_int, is_standard
 from bnexport.runtime.engine import Serialised, open_as_written
 from bnexport.verification.comparison import is_float, is_same
@@ -263,7 +263,7 @@ class Tail:
         self._weights = model.weights
 
     def run(self, value: np.ndarray) -> Any:
-        """Return the output for this value. Raises UnsupportedModelError where it depends on more."""
+        """Return the output for this value. Raises EngineFailure where it depends on more: ONNX Runtime refuses names of nothing."""
         nodes, needed = self._nodes()
         if not nodes:
             return value
@@ -272,9 +272,6 @@ class Tail:
             if tensor.name in needed:
                 known = self._weights.get(tensor.name)
                 fixed.append(tensor if known is None else onnx.numpy_helper.from_array(known, tensor.name))
-        missing = needed - {tensor.name for tensor in fixed} - {self._start}
-        if missing:
-            raise UnsupportedModelError(f"{self._output} depends on {sorted(missing)[0]}, too")
         model = cut(self._proto, nodes, {self._start: value}, [self._output], fixed)
         (result,) = open_as_written(Serialised(model.SerializeToString())).run({self._start: value}, [self._output])
         return result

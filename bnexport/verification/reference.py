@@ -23,6 +23,7 @@ from bnexport.modules.tensors import Array, in_double, to_array
 from bnexport.runtime.engine import failures
 from bnexport.sync_bn.convert import replace, to_plain
 from bnexport.torch_versions import pytree
+from bnexport.verification.comparison import is_same
 from bnexport.verification.inputs import FeedGroup
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.proof.search import ENGINE, prove
@@ -49,7 +50,6 @@ class Reference:
         self._converted: nn.Module | None = None
         self._state: tuple[str, ...] = ()
         self._first: tuple[Tensors, Tensors, Buffers] | None = None
-        self._runs = False
         self._random: bool | None = None
         self.cause = ""
 
@@ -68,10 +68,7 @@ class Reference:
         """Run the caller's module on the example inputs and keep the results for the next call with them."""
         try:
             self._first = (inputs, *_run(self._model, inputs))
-            self._runs = True
         except Exception as error:  # what the model's code raises
-            if self._runs:
-                raise
             self.cause = first_line(error)
 
     def complete(self, converted: nn.Module, state: Sequence[str] = ()) -> None:
@@ -146,7 +143,7 @@ def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+    return is_same(to_array(one), to_array(two))
 
 
 # Verify folds of a torch module: both modules run on the caller's inputs, and each fold is proved where it stands.
