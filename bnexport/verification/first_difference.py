@@ -202,8 +202,8 @@ def _with_samples(model: ir.Model, names: Sequence[str]) -> list[str]:
         graph.register_initializer(value)
         return value
 
-    def add(operator: str, *operands: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(operator, operands, attributes)
+    def add(operator: str, *operands: ir.Value) -> ir.Value:
+        node = ir.node(operator, operands)
         node.outputs[0].name = fresh.fresh("sample")
         graph.append(node)
         return node.outputs[0]
@@ -214,7 +214,7 @@ def _with_samples(model: ir.Model, names: Sequence[str]) -> list[str]:
         flat = add("Reshape", values[name], all_of_it)
         # An odd step meets every channel of a batch of rows.
         step = add("Add", add("Mul", add("Div", add("Shape", flat), most), two), one)
-        sample = add("Cast", add("Slice", flat, start, end, start, step), to=int(ir.DataType.FLOAT))
+        sample = add("Slice", flat, start, end, start, step)
         outputs += [add("Shape", values[name]), sample, add("ReduceSum", add("Sub", flat, flat))]
     graph.outputs[:] = outputs
     return [str(value.name) for value in outputs]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 import bnexport
 from bnexport.cli import main
 from bnexport.errors import UsageError
+from bnexport.verification.first_difference import _agree, _is_nonlinear, _Seen
 from tests.support import onnx_text
 from tests.support.modules import compose
 
@@ -54,7 +56,7 @@ class TestThreads:
     def test_a_fold_that_differs_by_rounding(self, file: Path) -> None:
         """onnx/optimizer#255: the fold of a batch norm changes outputs by 3.8e-6. A defect?"""
         verdict = bnexport.verify(network(), file, inputs=X)
-        assert verdict.passed and verdict.max_abs_diff > 0
+        assert verdict.passed and verdict.max_abs_diff > 0 and verdict.sizes[-1] == ((3, 3, 9, 11),)
         words = "from the module in float64 the file differs by", ", the module by"
         assert all(text in verdict.reason for text in words)
         assert verdict.place == "" and "allowed" in verdict.summary()
@@ -118,6 +120,17 @@ class TestPlaces:
         ]
         verdict = bnexport.verify(*pair)
         assert verdict.status == "failed" and said in verdict.place and "largest nan" not in verdict.place
+
+    def test_numbers_beyond_float32(self) -> None:
+        body = "g (double[1, 3] x) => (y) {{ h = Neg (x) r = Relu (h) y = {} (r) }}"
+        numbers = {"x": np.array([[1e100, -2e100, -3e100]])}
+        verdict = bnexport.verify(*(onnx_text.model(body.format(kind)) for kind in ("Identity", "Neg")), inputs=numbers)
+        assert verdict.place.startswith("first difference behind node 'Identity -> y': largest 6e+100")
+
+    def test_an_infinity_that_is_not_in_the_sample(self) -> None:
+        seen = [_Seen(ir.val("x"), (9999,), np.zeros(5000), finite) for finite in (True, False)]
+        assert [_agree(seen[0], each, "float32") for each in seen] == [True, False]
+        assert not any(map(_is_nonlinear, seen))
 
     def test_a_size_that_is_fixed(self, tmp_path: Path) -> None:
         fixed = compose(lambda self, x: x.reshape(1, 8, 16, 16))
