@@ -252,15 +252,15 @@ class Feeds:
             if any(spec.is_free for spec in self._specs)
             else FREE_SIZES[:1]
         )
-        for index, (first, other) in enumerate(sizes):
-            draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]
-            try:
-                ranges, group = self._widest(draws)
-                return group, (first, other), ranges
-            except BnexportError:
-                if index == len(sizes) - 1:
-                    raise
-        raise AssertionError("FREE_SIZES is empty")
+        for each in sizes[:-1]:
+            with contextlib.suppress(BnexportError):
+                return self._at(each)
+        return self._at(sizes[-1])
+
+    def _at(self, sizes: tuple[int, int]) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
+        draws = [Draw(self._seed + step, sizes[0], (sizes[1],)) for step in range(self._count)]
+        ranges, group = self._widest(draws)
+        return group, sizes, ranges
 
     def _widest(self, draws: Sequence[Draw]) -> tuple[dict[str, Range], FeedGroup]:
         """Return the widest range of each integer input at which the reference runs, and what it returns there."""

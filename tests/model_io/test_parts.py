@@ -93,10 +93,13 @@ class TestSafetensors:
         save_tensors({"a": np.ones(2)}, {}, tmp_path / "link")
         assert (tmp_path / "link").is_symlink() and list(load_tensors(tmp_path / "real/t")[0]) == ["a"]
 
-    def test_targets_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_targets_that_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for target in (tmp_path, tmp_path / "missing/t"):
             with pytest.raises(UsageError, match="it is a folder, or its folder does not exist"):
                 save_tensors({}, {}, target)
+        monkeypatch.setattr("safetensors.numpy.save_file", fails(errno.ENOSPC))
+        with pytest.raises(StorageError, match="nothing was changed"):
+            save_tensors({}, {}, tmp_path / "t")
 
     def test_files_that_are_none(self, tmp_path: Path) -> None:
         with pytest.raises(MissingFileError, match="got no such file"):

@@ -82,7 +82,9 @@ def doubt(proto: onnx.ModelProto) -> tuple[str, list[str]]:
 def test_right_operators() -> None:
     """Also where a body reads outer values, and an ill-conditioned one, of which random numbers show that it is right."""
     assert doubt(model(LAYERS, opset=11)) == ("", ["BatchNormalization", "Conv", "Relu"])
-    assert doubt(model(LAYERS, values={"p_m": np.full(4, 1e8, np.float32)}))[0] == ""
+    far = {"far": np.float32(1e8), "p_m": np.full(4, 1e8, np.float32), "to": np.float32([1, 1, 2, 2])}
+    assert doubt(model("g (float[N,4,6,6] x) => (y) { f = Add (x, far) y = Norm (f, p:4) }", values=far))[0] == ""
+    assert doubt(model('g (float[N,4,6,6] x) => (y) { y = Resize <mode = "linear"> (x, , to) }', values=far))[0] == ""
     body = """g (float[N,4,H,W] x) => (float[N,4,H,W] y) { t = Constant <value = bool {1}> () s = Mul (x, x)
         y = If (t) <then_branch = a () => (float[N,4,H,W] u) { u = Add (x, s) },
                     else_branch = b () => (float[N,4,H,W] v) { v = Sub (x, s) }> }"""
@@ -100,6 +102,9 @@ def test_a_wrong_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     precise = PreciseModel(Serialised(model(LAYERS).SerializeToString()), 30.0)
     with pytest.raises(UnsupportedModelError, match="not believed for Relu"):
         precise.run([{"x": np.ones((1, 4, 5, 5), np.float32)}], ["y"])
+    monkeypatch.setattr(oracle, "LARGEST_BYTES", 0)
+    with pytest.raises(UnsupportedModelError, match="too large to be run in float64"):
+        precise.run([], [])
 
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 17])
@@ -120,6 +125,18 @@ def test_without_another_engine_nothing_is_verified(wrong: float) -> None:
     result = verify(*(model(body.format(alpha), header=header) for alpha in (0.5, 0.5 * wrong)))
     assert result.status == "not_verified"
     assert "onnx.reference is not believed for ai.onnx.preview.training:Momentum" in result.reason
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_candidate_that_an_engine_need_not_run(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a library that is not there, or onnx.reference, which alone runs a Conv of float64, lacks an operator."""
+    monkeypatch.setenv("BNEXPORT_LIBRARY", "/nowhere")
+    kind = "mmcv.MMCVSyncBatchNorm <training_mode=0> (x, p_m, p_v, p_s, p_b)" if library else "com.microsoft.Gelu (c)"
+    header = '<ir_version: 8, opset_import: ["": 17, "mmcv": 1, "com.microsoft": 1]>'
+    body = LAYERS.replace("Relu (b)", "{}").replace("float[", "float[" if library else "double[")
+    dtype = "float32" if library else "float64"
+    pair = [model(body.replace("{}", each), header=header, dtype=dtype) for each in ("Relu (b)", kind)]
+    assert verify(*pair, method="whole").status == "not_verified"
 
 
 def test_the_values_of_a_selection_have_no_rounding_error() -> None:
@@ -190,10 +207,17 @@ def test_a_truth_that_does_not_run_leaves_the_bound() -> None:
 
 
 def test_another_number_of_outputs_is_an_error() -> None:
-    reference = Engine(np.abs)
-    group = FeedGroup([{"x": X}], [[np.abs(X)]])
-    with pytest.raises(VerificationError, match="the exported model returns 1 tensors, torch 1"):
-        judge(reference, reference, [group], Rules(["y", "z"]))
+    engine = Engine(np.abs)
+    for names, count in ((["y", "z"], 2), (["y"], 0)):
+        group = FeedGroup([{"x": X}], [[X] * count])
+        with pytest.raises(VerificationError, match=f"the exported model returns 1 tensors, torch {count}"):
+            judge(engine, engine, [group], Rules(names))
+
+
+def test_small_columns_have_no_bound_of_the_caller() -> None:
+    one, other = (np.float32([1e4, small, 1, 1, 1, 1, 1, 1]) for small in (1, 1.01))
+    for bound, status in (({}, "failed"), ({"atol": 0.1}, "passed"), ({"rtol": 0.5}, "passed")):
+        assert compare(lambda x: one * (abs(x) + 1), lambda x: other * (abs(x) + 1), **bound)[0].status == status
 
 
 def test_a_model_that_does_not_run_again_draws_no_random_numbers() -> None:

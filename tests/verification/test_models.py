@@ -16,7 +16,7 @@ from bnexport import verify
 from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold
 from bnexport.model_io import load, save, to_proto
-from bnexport.verification.process import PROCESS, ProcessFailure
+from bnexport.verification.process import PROCESS, EngineProcess, ProcessFailure
 from tests.support import warm
 from tests.support.onnx_text import array_of, model, parameters, with_arrays
 
@@ -116,9 +116,14 @@ def test_weights_by_descriptor(tmp_path: Path, external: bool) -> None:
     assert verify(tmp_path / "m.onnx", changed).status == "failed"
 
 
-def test_protocol_over_a_closed_channel() -> None:
+def test_no_answer_no_time_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProcessFailure, match="ended with code 1"):
         PROCESS.ask({"reference": None}, [], 30.0)
+    with pytest.raises(ProcessFailure, match="longer than 0 s"):
+        EngineProcess().ask({"reference": None}, [], 0.0)
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(UsageError, match="no Python executable"):
+        EngineProcess().ask({}, [], None)
 
 
 @pytest.mark.parametrize(("version", "status"), [(3, "passed"), (8, "not_verified")])
@@ -241,6 +246,12 @@ def test_inputs_that_a_model_does_not_take(given: dict[str, Any], says: str) -> 
     """An engine that runs them all the same, as onnx.reference does, is no judge."""
     with pytest.raises(UsageError, match=says):
         verify(model(NAN), model(NAN), inputs=given)
+
+
+def test_an_input_of_any_rank_takes_what_is_given() -> None:
+    proto = model("g (float[] x) => (float[] y) { y = Relu (x) }")
+    assert verify(proto, proto, inputs={"x": np.ones((2, 3), np.float32)}).passed
+    assert "'x' is no tensor of a known rank; give the inputs" in verify(proto, proto, method="whole").reason
 
 
 def test_a_number_where_the_reference_has_none_is_no_difference() -> None:

@@ -6,12 +6,14 @@ import re
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from bnexport import verify
 from bnexport.folding import fold
+from bnexport.verification.api import match
 from tests.support.claims import outcome
-from tests.support.onnx_text import model
+from tests.support.onnx_text import batch_norm, model
 from tests.verification.pairs import PAIRS
 
 
@@ -74,9 +76,25 @@ def test_other_names_are_matched_by_position() -> None:
     assert verdict.passed and verdict.reason == "matched by position: u as v, z as y"
     assert verdict.summary().endswith("matched by position: u as v, z as y; 0 folds proved, 0 compared only")
     assert verify(first, model(BODY.format(*"xuz").replace("Sin", "Cos"))).status == "failed"
-    # Another order or shape is no match.
+    # Another order is no match.
     assert "inputs differ" in verify(first, model(BODY.format(*"vxy"))).reason
-    assert "inputs differ" in verify(first, model(BODY.format(*"uwy").replace("N,4", "N,5"))).reason
+
+
+def test_another_shape_is_no_match() -> None:
+    first = ir.from_proto(model(BODY.format(*"xvy")))
+    for shape, said in (("N,4", "matched by position: w as v"), ("N,4,1", ""), ("N,5", "")):
+        assert match(first, ir.from_proto(model(BODY.format(*"xwy").replace("N,4", shape))))[2] == said
+
+
+def test_it_is_said_where_the_reference_was_converted() -> None:
+    nodes = ("Norm (x, p)", "mmcv.MMCVSyncBatchNorm <training_mode=0, eps=1e-5> (x, p_m, p_v, p_s, p_b)")
+    texts, header = (
+        [f"g (float[N,4] x) => (y) {{ y = {each} }}" for each in nodes],
+        '<ir_version: 8, opset_import: ["": 17, "mmcv": 1]>',
+    )
+    plain, sync = (model(each, batch_norm("p", 4), header=header) for each in texts)
+    verdicts = [verify(*pair, method="local") for pair in ((plain, plain), (sync, sync), (sync, plain))]
+    assert all(verdicts) and [each.reference for each in verdicts] == ["original", "original", "converted"]
 
 
 UNARY = "Relu Sigmoid, Relu LeakyRelu, Tanh Sigmoid, Tanh Erf, Floor Ceil, Elu Selu, Exp Softplus, HardSigmoid Sigmoid"

@@ -8,7 +8,9 @@ import onnx_ir as ir
 import pytest
 
 from bnexport import verify
+from bnexport.errors import UnsupportedModelError
 from bnexport.folding import fold
+from bnexport.verification import inputs
 from bnexport.verification.input_demands import find_further, find_ranges
 from tests.support.claims import outcome
 from tests.support.onnx_text import model
@@ -24,6 +26,7 @@ RANGES = [
     ("h = Cast <to = 2> (x) y = Cast <to = 1> (h)", BYTE, INT64),
     ("h = Cast <to = 6> (x) y = Gather (t, h)", INDICES, None),
     ("h = Cast <to = 6> (x) c = Cast <to = 7> (h) y = Tile (t, c)", BIT, None),
+    ("h = Cast <to = 9> (x) y = Where (h, z, z)", BYTE, INT64),
     ("l = Less (x, many) y = Cast <to = 1> (l)", ((-2000, 2000), *BYTE), INT64),
     ("y = Gather (t, x)", INDICES, None),
     ("h = Unsqueeze (x, o) y = Gather <axis = 1> (t, h)", COLUMNS, None),
@@ -53,6 +56,21 @@ def test_ranges_of_types() -> None:
     found = [find_ranges(value, proto) for value in proto.graph.inputs]
     assert [ranges for ranges, _ in found] == [(each, (0, 1)) for each in (byte, signed, byte, signed)]
     assert [whole for _, whole in found] == [byte, signed, all_16, all_32]
+    body = "g (uint8[2] x) => (float[2,4] y) { i = Cast <to = 6> (x) y = Gather (t, i) }"
+    for rows, ranges in ((50, ((0, 49), (0, 1))), (300, BIT)):
+        proto = ir.from_proto(model(body, {"t": (rows, 4)}))
+        assert find_ranges(proto.graph.inputs[0], proto)[0] == ranges
+
+
+def test_what_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_ELEMENTS", 8)
+    specs = [
+        inputs.InputSpec("x", kind, "float32", (2, size)) for kind, size in (("float", 4), ("float", 5), (None, 1))
+    ]
+    assert inputs.draw(specs[:1], inputs.Draw(0, 1, (1,)), {})["x"].shape == (2, 4)
+    for spec, says in zip(specs[1:], ("too large to make up", "no tensor of a known rank"), strict=True):
+        with pytest.raises(UnsupportedModelError, match=says):
+            inputs.draw([spec], inputs.Draw(0, 1, (1,)), {})
 
 
 def row(nodes: str, **numbers: float) -> onnx.ModelProto:

@@ -9,6 +9,8 @@ import pytest
 
 from bnexport import verify
 from bnexport.folding import fold
+from bnexport.runtime.engine import Serialised
+from bnexport.verification.file_job import FileJob
 from bnexport.verification.probing import find_parted, without_masked
 from tests.support.onnx_text import array_of, model, with_arrays
 
@@ -63,6 +65,19 @@ SEQUENCE = """g (float[N,3,H,W] x) => (seq(float[N,16,A,B]) y) {{ c = Conv (x, w
 def test_a_right_fold_of_a_sequence_passes() -> None:
     result = fold(model(SEQUENCE.format("(b, b)")), verify="whole").report.verification
     assert result and result.outputs[0].max_abs_diff > 0
+
+
+def test_values_of_a_sequence_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    proto = model("g () => (seq(float[1]) y) { c = Constant <value = float[1] {1}> () y = SequenceConstruct (c) }")
+    job = FileJob({"values": ["y"], "providers": [], "inputs": [], "model": None}, [], lambda message: None)
+    monkeypatch.setattr(job, "_model", lambda fields: Serialised(proto.SerializeToString()))
+    answer, arrays = job.run()
+    assert (arrays, answer["reason"].count("an output is a sequence or a map")) == ([], 2)
+
+
+def test_indices_of_another_name() -> None:
+    body = "g (float[N,6] x) => (int64[N] y) {{ s = Sin (x) {0} = ArgMax <axis = 1, keepdims = 0> (s) y = Identity ({0}) }}"
+    assert verify(*(model(body.format(name)) for name in ("a", "b")), method="whole").passed
 
 
 @pytest.mark.parametrize(
