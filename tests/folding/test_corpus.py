@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
+import bnexport
 from bnexport import verify
 from bnexport.errors import BnexportError
 from bnexport.folding import FoldResult, fold
@@ -21,8 +23,10 @@ from tests.folding.corpus import CORPUS, FOLDED, TABLES
 from tests.folding.corpus.case import Case
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import assert_refused, fold_and_check, operators
+from tests.support.recorded import Recorded
 from tests.verification.changes import differs, several
 
+REPORTS = Recorded(Path(__file__).with_name("reports.txt"))
 SIZES = {"H": 7, "W": 7, "D": 5, "L": 4}
 
 
@@ -66,6 +70,26 @@ def test_it_folds(name: str) -> None:
 def test_it_stays_for_its_reason(name: str) -> None:
     case = CORPUS[name]
     assert_refused(case.model(), case.refused, sizes=SIZES, **case.options)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_report_tells_what_became_of_each_site(name: str) -> None:
+    """Its rules, targets and refusals; the batch norms that `inspect` sees; and the nodes that are left."""
+    case = CORPUS[name]
+    proto = case.model()
+    result = fold(proto, **{**case.options, "verify": False})
+    after, seen, sites = to_proto(result.model), bnexport.inspect(proto).to_dict(), []
+    for site in result.report.sites:
+        refusals = [f"{each.rule} {each.code} {each.node}" for each in site.refusals]
+        parts = [site.outcome, str(site.channels), "+".join(site.nodes), "+".join(site.targets), "+".join(site.rules)]
+        sites.append("/".join([*parts, "+".join(site.region), "+".join(refusals)]))
+    norms = [
+        f"{norm['node']} {norm['channels']} {norm['input_shape']} {norm['outputs_used']}"
+        for norm in seen["batch_norms"]
+    ]
+    nodes = [" ".join((node.op_type, *node.input, ">", *node.output)) for node in after.graph.node]
+    sizes = [f"{tensor.name}{list(tensor.dims)}" for tensor in after.graph.initializer]
+    REPORTS.check(name, " | ".join(map("; ".join, (sites, norms, nodes, sizes))))
 
 
 def passes(judge: Callable[..., Verification], *arguments: Any, **options: Any) -> bool:

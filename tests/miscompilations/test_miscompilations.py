@@ -14,25 +14,34 @@ import pytest
 from bnexport import verify
 from bnexport.errors import ModelError
 from bnexport.folding import fold
+from bnexport.verification.verdict import Verification
 from tests.miscompilations import page
 from tests.miscompilations.catalogue import MISTAKES
 from tests.miscompilations.mistake import OURS, Mistake, Triple
 from tests.miscompilations.quark import QUARK
 from tests.miscompilations.refuted import REFUTED
 from tests.support.onnx_text import make_inputs, run
+from tests.support.recorded import Recorded
 
 METHODS = ("both", "local", "whole")
 TRIPLES: list[Triple] = [*MISTAKES, *REFUTED]
 BY_NAME = {each.name: each for each in TRIPLES}
+VERDICTS = Recorded(Path(__file__).with_name("verdicts.txt"))
 
 
 @functools.cache
-def verdict(name: str, which: Any, method: Any = "both") -> str:
+def verification(name: str, which: Any, method: Any = "both") -> Verification | None:
+    """Return the verdict, None where the model is refused."""
     each = BY_NAME[name]
     try:
-        return verify(each.model("original"), each.model(which), method=method).status
+        return verify(each.model("original"), each.model(which), method=method)
     except ModelError:
-        return "refused"
+        return None
+
+
+def verdict(name: str, which: Any, method: Any = "both") -> str:
+    found = verification(name, which, method)
+    return found.status if found is not None else "refused"
 
 
 def outputs(each: Triple, which: Any) -> list[np.ndarray]:
@@ -95,6 +104,27 @@ def test_the_page_tells_its_verdict(each: Mistake) -> None:
 @pytest.mark.parametrize("each", right_ones())
 def test_its_right_counterpart_passes(each: Triple) -> None:
     assert verdict(each.name, "right", each.method) == "passed"
+
+
+@pytest.mark.parametrize("which", ["wrong", "right"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_a_verdict_says(name: str, which: str) -> None:
+    """Where the models differ, on which sizes, and how each output and fold was judged."""
+    found = verification(name, which)
+    if found is None:
+        return VERDICTS.check(f"{name} {which}", "refused")
+    sizes = [" ".join("x".join(map(str, shape)) for shape in feed) for feed in found.sizes]
+    outputs = [f"{each.name} {each.bound} {'passed' if each.passed else each.decided}" for each in found.outputs]
+    place = re.sub(r": largest \S+,|, most in .*", "", found.place)
+    parts = [
+        found.status,
+        found.method,
+        found.reference,
+        f"{found.input_scale:.3g}",
+        ", ".join(sizes),
+        ", ".join(outputs),
+    ]
+    VERDICTS.check(f"{name} {which}", " | ".join([*parts, ", ".join(proof.method for proof in found.sites), place]))
 
 
 @pytest.mark.parametrize("each", [each for each in TRIPLES if each.runs is not None], ids=lambda each: each.name)
