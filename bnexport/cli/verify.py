@@ -222,7 +222,7 @@ def _module(
     key: str | None,
     allow_unexpected: bool,
 ) -> tuple[Any, Any]:
-    """Build the module that A names, and its example inputs; None where the file states what it takes."""
+    """Build the module that A names, and its example inputs; none where the file states what it takes."""
     from bnexport.cli.input_options import example_inputs, module_of, parse
 
     check_exists(candidate, "B")
@@ -232,8 +232,6 @@ def _module(
         module, arguments = module_of(reference, "A", arguments, checkpoint, key, allow_unexpected)
     elif checkpoint is not None:
         raise UsageError(f"--checkpoint: {reference} has its own weights, expected a module as A")
-    if not arguments:
-        return module, None
     given, tensors = example_inputs(arguments, seed)
     return module, dict(zip(given, tensors))
 

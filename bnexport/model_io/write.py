@@ -196,10 +196,11 @@ def _write_part(path: str, batch: list[tuple[int, Piece]]) -> int:
         file.seek(batch[0][0])
         _write_batch(file, batch)
         file.flush()
+        written = file.tell() - batch[0][0]
         if hasattr(os, "posix_fadvise"):
             # Starts writing these pages to the disk now, so that the flush at the end waits for little.
-            os.posix_fadvise(file.fileno(), batch[0][0], file.tell() - batch[0][0], os.POSIX_FADV_DONTNEED)
-        return file.tell() - batch[0][0]
+            os.posix_fadvise(file.fileno(), batch[0][0], written, os.POSIX_FADV_DONTNEED)
+        return written
 
 
 def stream(tensor: ir.TensorProtocol, file: BinaryIO) -> None:

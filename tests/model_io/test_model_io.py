@@ -124,7 +124,9 @@ class TestSave:
         assert len(os.listdir(external.parent)) == 2
 
     def test_too_large_for_one_message(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Weights go outside by themselves, unless the caller wants them inside."""
+        """Weights go outside by themselves, unless the caller wants them inside. One that just fits is none."""
+        monkeypatch.setattr("bnexport.model_io.write.PROTOBUF_LIMIT", to_proto(as_model(example())).ByteSize())
+        assert model_io.stage(as_model(to_proto(as_model(example()))), tmp_path / "fits.onnx").data_name is None
         monkeypatch.setattr("bnexport.model_io.write.PROTOBUF_LIMIT", 4000)
         staged = model_io.stage(as_model(example()), tmp_path / "model.onnx")
         assert (staged.too_large, staged.data_name) == (True, "model.onnx.data")
@@ -135,7 +137,7 @@ class TestSave:
         with pytest.raises(UnsupportedModelError, match="2 GiB"):
             to_proto(as_model(example()))
 
-    def test_many_tensors_by_several_threads(self, tmp_path: Path) -> None:
+    def test_many_tensors_by_several_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """40 MB in tensors of 1 byte to 25 MB: parts of a file of 16 MB and more are written at a time."""
         sizes = [1, 100_000, 3, 6_200_000, 2, *range(50_000, 80_000, 3000)]
         values = {f"w{i}": np.arange(i, i + size, dtype=np.float32)[None] for i, size in enumerate(sizes)}
@@ -143,8 +145,11 @@ class TestSave:
         outputs = ", ".join(f"float[N,{size}] y{i}" for i, size in enumerate(sizes))
         proto = model(f"g (float[N,1] x) => ({outputs}) {{ {body} }}", values=values)
         for external_data in (False, True):
+            said: list[Any] = []
+            monkeypatch.setattr("bnexport.interface.report", lambda *each, said=said: said.append(each[1:]))
             save(as_model(proto), tmp_path / "model.onnx", external_data=external_data)
             assert to_proto(load(tmp_path / "model.onnx")) == to_proto(as_model(proto))
+            assert (4 * sum(sizes), 4 * sum(sizes)) <= said[-1] == said[-1][::-1]  # all of it at the end
 
     def test_a_tensor_of_the_wrong_size_is_not_written(self, tmp_path: Path) -> None:
         class Short(ir.Tensor):

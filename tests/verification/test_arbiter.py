@@ -99,6 +99,7 @@ def test_a_wrong_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_reference, "MENDED", (*onnx_reference.MENDED, Relu))
     reason = "onnx.reference is not believed for Relu of opset 17: it differs from ONNX Runtime: "
     assert doubt(model(LAYERS))[0].startswith(reason)
+    monkeypatch.delattr("signal.setitimer")  # not every system has alarms
     precise = PreciseModel(Serialised(model(LAYERS).SerializeToString()), 30.0)
     with pytest.raises(UnsupportedModelError, match="not believed for Relu"):
         precise.run([{"x": np.ones((1, 4, 5, 5), np.float32)}], ["y"])

@@ -116,9 +116,12 @@ def test_weights_by_descriptor(tmp_path: Path, external: bool) -> None:
     assert verify(tmp_path / "m.onnx", changed).status == "failed"
 
 
-def test_no_answer_no_time_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protocol_over_a_closed_channel() -> None:
     with pytest.raises(ProcessFailure, match="ended with code 1"):
         PROCESS.ask({"reference": None}, [], 30.0)
+
+
+def test_no_time_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProcessFailure, match="longer than 0 s"):
         EngineProcess().ask({"reference": None}, [], 0.0)
     monkeypatch.setattr("sys.executable", "")

@@ -11,7 +11,7 @@ import pytest
 
 from bnexport import verify
 from bnexport.folding import fold
-from bnexport.verification.api import match
+from bnexport.verification.api import _described, match
 from tests.support.claims import outcome
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.pairs import PAIRS
@@ -78,6 +78,7 @@ def test_other_names_are_matched_by_position() -> None:
     assert verify(first, model(BODY.format(*"xuz").replace("Sin", "Cos"))).status == "failed"
     # Another order is no match.
     assert "inputs differ" in verify(first, model(BODY.format(*"vxy"))).reason
+    assert _described([ir.val(f"v{index}") for index in range(9)]).count("v") == 8
 
 
 def test_another_shape_is_no_match() -> None:

@@ -28,9 +28,11 @@ def test_one_output_decides(outputs: tuple[OutputComparison, ...], status: str, 
     verdict = Verification.of(outputs, engine="engine")
     assert (verdict.status, verdict.reason, verdict.engine) == (status, reason, "engine")
     assert bool(verdict) is verdict.passed is (status == "passed")
-    # Without an output.
+
+
+def test_without_an_output() -> None:
     failed, skipped = Verification("failed", "the inputs differ"), Verification.skipped("no engine")
-    assert (verdict.ran, failed.ran, skipped.ran) == (True, False, True)
+    assert (failed.ran, skipped.ran, Verification.of([BAD]).ran) == (False, True, True)
     assert failed.summary(folds=False) == "the inputs differ"
     assert Verification.of([]).summary(folds=False) == "there is nothing to compare"
 
