@@ -21,38 +21,6 @@ PLAIN = ("plain dynamo", "plain torchscript")
 ORDER = ("wrong", "fails", "failed", "refused", "stopped", "missing", "right")
 ALL = (*WAYS, *PLAIN)
 Result = dict[str, Any]
-
-HEAD = """# Architectures that were tried
-
-The table counts, per library, the architectures that each way of exporting wrote correctly. Each model was built by its library without
-weights, with statistics as training leaves them, and its batch norms were converted by the library's own function. Both
-exporters of bnexport wrote it, folded and with the operator kept, and the kept file was folded. Every file was compared with the
-untouched model at the example's size and at two or three others. `torch.onnx.export` wrote the same models.
-"""
-
-JUDGED = """## How they were judged
-
-- *right*: at every size that the file declares, the largest difference is at most 1e-4 of the output's largest value,
-  or eight times the untouched model's own rounding error in float32. One of the sizes is odd, where the network runs
-  at it.
-- *fixed*: right, and dimensions are declared fixed, with a note that says why. `torch.onnx.export` gets dynamic
-  sizes first, and static ones where it cannot make that.
-- *wrong*: a file differs by more, though it was written without an error. *fails*: the file declares a size at which
-  it does not run.
-- *refused*: bnexport says why it does not export. *failed*: any other error. *stopped*: not done within a time limit.
-- *deploy*: batch norms are folded. *kept*: sync batch norm stays an operator, and is folded afterwards.
-- Seconds are those of a machine that did other work at the same time.
-- torch's own conversion drops the activation of timm's batch norms. Such a model is compared with the converted one,
-  and is marked in the table of all models.
-
-`make campaign RUN=zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
-"""
-
-IN_FILES = """A `.pt` file is scripted, else traced; a `.pt2` file is a program of torch.export. Both are compared with the untouched
-model, a trace at the example's size only, a program at those of the other sizes that it takes. ONNX is the better one of both
-exporters. A batch norm of a part that the forward does not call, such as an auxiliary head, is no part of an ONNX file; in the others
-it counts as left. The `.pt` way needs a forward that torch.fx can trace; a submodule that it cannot trace keeps its batch norms."""
-
 TITLES = {
     "timm": "timm",
     "torchvision": "torchvision",
@@ -281,21 +249,16 @@ def cell(text: str) -> str:
 def render(results: dict[str, Result]) -> str:
     shown = [each for _, each in sorted(results.items())]
     built = [each for each in shown if of_model(each) != "unbuilt"]
-    parts = [
-        HEAD,
-        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run, "
-        f"{sum(all(way in each['ways'] for way in ALL) for each in built)} of them in every way. "
-        f"Correct exports per method, of those tried:\n\n{libraries(built)}",
-        parity(built),
-        JUDGED,
-        f"## Results by way\n\n{summary(built)}",
-        f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
-        f"## Not right\n\n{errors(shown)}",
-        f"## Batch norms that are left\n\n{reasons(built)}\n\n{restated(built)}",
-        f"## TorchScript and pt2 files\n\n{IN_FILES}\n\n{in_files(built)}",
-        f"## All models\n\n{models(built)}",
-    ]
-    return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"
+    text = Path(__file__).with_name("page.md").read_text()
+    counts = len(built), len(catalogue.entries()), sum(all(way in each["ways"] for way in ALL) for each in built)
+    values = dict(zip(("built", "known", "everywhere"), counts))
+    sections = (libraries, parity, summary, ratios, reasons, restated, in_files, models)
+    return (
+        behind_summary(
+            text.format(**values, errors=errors(shown), **{each.__name__: each(built) for each in sections}).strip()
+        )
+        + "\n"
+    )
 
 
 def cost(name: str, results: dict[str, Result]) -> tuple[bool, bool, float]:

@@ -22,34 +22,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "zoo_training.md"
 ORDER = ("wrong", "refused", "failed", "stopped", "died")
 Result = dict[str, Any]
 
-HEAD = """# Training steps that were tried
-
-Real networks, built by their libraries without weights, with the heads and losses that these train them with. Each training
-step was exported with its verification, run in ONNX Runtime, and compared with torch in float32 and float64.
-"""
-
-JUDGED = """## How they were judged
-
-- *right*: the error of all gradients together, from torch in float64, median of three batches, is at most 5 times the one of
-  torch's own float32, or 1e-6, and the loss's at most 5 times torch's largest; and no tensor's gradient is off by more than a sixteenth
-  where torch's is not.
-- A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes all gradients before it by 1e-3
-  to 1e-1 of their norm. Where this decides the median, each is compared with a float64 that goes its way there, as verification
-  does (*right, jumps*).
-- *wrong*: it differs by more. *refused*: bnexport says why it does not export. *failed*: any other error. *stopped*: not
-  done within a limit of processor time. *torch does not*: torch itself does not make the step, or its loss is not finite.
-- Images are 4 of 96 x 96; 2 of the catalogue's size where a network wants larger ones; 2 videos of 16 x 48 x 48.
-  Convolutional networks and transformers take SGD (momentum) and AdamW in turn.
-- Classification: cross entropy, smoothed as timm and MMPretrain do, auxiliary heads at 0.4. Segmentation: cross entropy of
-  enlarged outputs with a quarter of the pixels ignored; dice and binary cross entropy for segmentation_models_pytorch.
-  Detection: focal cross entropy of the scores and smooth L1 of the boxes at every position: which position answers for
-  which object depends on values and is no part of a graph.
-- Times are medians of processor time, one thread, the step here and torch's eager step in turn; a ratio below 1 is a gain.
-  torch.compile was measured for some networks, and is given as its own ratio to eager.
-
-`make campaign RUN=zoo-training` makes the results and this page, and goes on where it was stopped.
-"""
-
 
 def verdict(result: Result) -> str:
     """right, wrong, refused, failed, stopped, died; "untrained" where torch itself does not train it."""
@@ -185,15 +157,8 @@ def steps(results: list[Result]) -> str:
 
 def render(results: dict[str, Result]) -> str:
     shown = [each for _, each in sorted(results.items())]
-    parts = [
-        HEAD,
-        summary(shown),
-        libraries(shown),
-        JUDGED,
-        f"## Not right\n\n{others(shown)}",
-        f"## Steps\n\n{steps(shown)}",
-    ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    text = Path(__file__).with_name("page.md").read_text()
+    return text.format(**{each.__name__: each(shown) for each in (summary, libraries, others, steps)})
 
 
 @functools.cache
