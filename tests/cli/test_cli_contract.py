@@ -103,13 +103,7 @@ def test_errors_are_one_line_even_when_quiet_and_verbose_says_where(command, cal
 
 # The arguments that a command cannot do without.
 FIRST = {
-    **{
-        "doctor": "",
-        "inspect": "a.onnx",
-        "fold": "a.onnx b.onnx",
-        "inline": "a.onnx b.onnx",
-        "verify": "a.onnx b.onnx",
-    },
+    **{"doctor": "", "inspect": "a.onnx", **dict.fromkeys(("fold", "inline", "verify"), "a.onnx b.onnx")},
     **{"recalibrate": "a.onnx b.onnx -i x:x.npy", "statistics": "a.onnx -i x:x.npy", "run": "a.onnx"},
     **{"export": "a:b c.onnx --input x:1", "train-export": "a:b c.onnx --input x:1"},
 }

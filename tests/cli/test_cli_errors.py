@@ -62,6 +62,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "m.onnx", mode="custom_op")
     (folder / "cut.onnx").write_bytes((folder / "m.onnx").read_bytes()[:4000])
+    (folder / "m.ort").write_bytes(b"\x18\0\0\0ORTM" + b"\0" * 64)
     (folder / "text").write_text("no model, no array, no checkpoint")
     bad = (
         "g (float[N,3,L] x) => (float[N,3,L] y) { [the_node] y = mmcv.MMCVSyncBatchNorm <eps = -1.0> (x, m:3, p_v:3) }"

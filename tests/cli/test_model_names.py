@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -142,8 +141,3 @@ def test_a_model_that_needs_another_library(files: Path, name: str) -> None:
     assert "--library PATH" in without.stderr, without.stderr
     done = subprocess.run([*command, "--library", "theirs.so"], cwd=files, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_library_that_is_not_there(files: Path, call: Callable[..., tuple[int, str, str]]) -> None:
-    assert "--library: absent.so: no such file" in call("run", files / "m.onnx", "--library", "absent.so", code=2)[2]
-    assert "cannot load" in call("run", files / "m.onnx", "--library", files / "x.npy", code=4)[2]

@@ -67,12 +67,6 @@ def test_a_training_node_names_the_option() -> None:
     assert "--training-to-inference" in bnexport.fold(made, verify=False).report.sites[0].reason
 
 
-def test_ort_format_is_named(net, call):
-    (net / "m.ort").write_bytes(b"\x18\0\0\0ORTM" + b"\0" * 64)
-    code, _, err = call("inspect", net / "m.ort")
-    assert code == 3 and "is in ORT format, which is not read; expected the ONNX file" in err
-
-
 def test_a_library_that_is_registered_twice(net):
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(bnexport.get_library_path())
@@ -97,12 +91,8 @@ def test_sizes_that_a_file_leaves_open(open_sizes, call):
     report = bnexport.inspect(open_sizes)
     assert report.inputs[0].shape == (None, 3, None, None)
     assert report.batch_norms[0].input_shape == (None, 4, None, None)
-    assert json.loads(call("inspect", open_sizes, "--json", "-", code=0)[1])["outputs"][0]["shape"] == [
-        None,
-        4,
-        None,
-        None,
-    ]
+    (output,) = json.loads(call("inspect", open_sizes, "--json", "-", code=0)[1])["outputs"]
+    assert output["shape"] == [None, 4, None, None]
 
 
 def test_inputs_of_any_size(open_sizes, tmp_path, call):

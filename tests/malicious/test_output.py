@@ -34,8 +34,6 @@ BODY = "g (float[N,64,H,W] x) => (float[N,{0},A,B] y) {{ z = Conv (x, w:{0}.64.3
 # checkpoints that are full of their own number.
 FOLDS = """
 import os, sys
-from bnexport.cli.output import write_whole
-from bnexport.errors import UsageError
 from bnexport.folding import fold
 print(os.getpid(), flush=True)
 for turn in range(10**9):
@@ -113,8 +111,6 @@ def test_killed_between_two_renames(source: Path, folded: np.ndarray, tmp_path: 
     old = weight(target)
     code = f"""
 import os, sys
-from bnexport.cli.output import write_whole
-from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import staging
 moment = {moment!r}

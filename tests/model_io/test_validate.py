@@ -247,14 +247,12 @@ def test_counts_at_their_limit(limit: str, needed: int) -> None:
         validate(example(), dataclasses.replace(DEFAULT_LIMITS, **{limit: needed - 1}))
 
 
-LISTS = {
-    "ints": (7, [1] * 10),
-    "floats": (6, [1.0] * 10),
-    "strings": (8, [b""] * 10),
-    "type_protos": (14, [onnx.TypeProto()] * 10),
-}
+LISTS = {"ints": (7, [1]), "floats": (6, [1.0]), "strings": (8, [b""]), "type_protos": (14, [onnx.TypeProto()])}
 VALUES_OF = {
-    **{name: (lambda p, name=name: attribute(p, type=LISTS[name][0], **{name: LISTS[name][1]}), 11) for name in LISTS},
+    **{
+        name: (lambda p, name=name: attribute(p, type=LISTS[name][0], **{name: LISTS[name][1] * 10}), 11)
+        for name in LISTS
+    },
     "one number": (lambda p: attribute(p, type=onnx.AttributeProto.INT, i=1), 1),
     "value_info": (lambda p: p.graph.value_info.add(name="y"), 1),
     "an attribute of a function": (lambda p: p.functions[0].attribute.append("size"), 1),

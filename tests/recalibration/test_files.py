@@ -107,9 +107,8 @@ def test_together_measures_in_float64_what_each_node_saw() -> None:
     proto, x = net(), data()
     result = bnexport.recalibrate_file(proto, None, iter([{"x": x[:5]}, {"x": x[5:]}]), layers="together")
     first = result.report.layers[0]
-    values = exact(in_double(net("y = Conv (x, w1)", values={"w1": stored(proto)["w1"]})), {"x": x.astype(np.float64)})[
-        0
-    ]
+    conv = net("y = Conv (x, w1)", values={"w1": stored(proto)["w1"]})
+    (values,) = exact(in_double(conv), {"x": x.astype(np.float64)})
     np.testing.assert_allclose(first.new_mean, values.mean((0, 2, 3)), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(first.new_var, values.var((0, 2, 3), ddof=1), rtol=1e-6)
 

@@ -156,7 +156,7 @@ def test_a_report_is_a_page_in_a_notebook(trained: nn.Module, images: torch.Tens
     reset(model)
     report: StatisticsReport = bnexport.statistics(model, [images])
     page = report._repr_html_()
-    assert "starts here; never updated" in page and "\u2588" in page and "<script" not in page
+    assert "starts here; never updated" in page and "<td>\u2588" in page and "<script" not in page
     assert "nothing found" not in page and bnexport.recalibrate(model, [images])._repr_html_().startswith("<p>3 batch")
 
 
