@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnexport.folding.affine import ChannelAffine, round_vector
+from bnexport.folding.affine import ChannelAffine, check_range, round_vector
 from bnexport.folding.sites import read_elementwise, varying_axis
 from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
@@ -60,6 +60,13 @@ def test_a_vector_may_cancel_but_not_flush() -> None:
         round_vector(np.array([1e-12]), half, "bias", magnitude=np.array([1e-12]))
     with pytest.raises(Refused, match="flush"):
         round_vector(np.array([1e-12]), half, "bias")
+
+
+def test_a_small_weight_may_stay_but_not_shrink() -> None:
+    largest, single = np.array([1e-40]), np.dtype(np.float32)
+    check_range(largest, np.ones(1), single)
+    with pytest.raises(Refused, match="loses bits"):
+        check_range(largest, np.array([0.9]), single)
 
 
 @pytest.mark.parametrize("eps", [-1.0, np.inf, np.nan])

@@ -59,6 +59,7 @@ def test_verify(source: onnx.ModelProto) -> None:
 def test_before_ir_4_they_have_to_be_inputs() -> None:
     result = fold(build("", opset=8, ir_version=3), fixed_initializers=True)
     assert (result.report.notes, operators(result.model)) == ((), ["ConvTranspose", "Relu"])
+    assert fold(build(opset=9, ir_version=4), fixed_initializers=True).report.notes == (NOTE,)
 
 
 def test_in_the_command_line(source: onnx.ModelProto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
