@@ -135,11 +135,11 @@ class Constants:
             raise Refused("type", f"the {what} is not a short list of integers")
         return tuple(int(item) for item in array.reshape(-1))
 
-    def axes(self, node: ir.Node, since: int) -> tuple[int, ...]:
-        """Return the axes of a node: an attribute before opset `since`, an input from there on; none where it names none."""
+    def axes(self, node: ir.Node, since: int) -> tuple[int, ...] | None:
+        """Return the axes of a node: an attribute before opset `since`, an input from there on. None without the attribute."""
         if self._opset(node) >= since:
             return self.ints(input_at(node, 1), f"axes of {label(node)}")
-        return get_ints(node, "axes") or ()
+        return get_ints(node, "axes")
 
     def is_constant(self, value: ir.Value | None) -> bool:
         try:
@@ -155,8 +155,10 @@ class Constants:
         if value in self._fixed or self.stored(value, what) is not None:
             return
         node = value.producer()
-        if node is None or depth == 0:
-            raise Refused("not-constant", f"the {what} {value.name!r} is computed when the model runs")
+        if node is None:
+            raise Refused("not-constant", f"the {what} {value.name!r} is an input")
+        if depth == 0:
+            raise Refused("not-constant", f"the {what} {value.name!r} is computed in more than {_DEPTH} steps")
         if is_standard(node, "Shape"):
             self._shape_of(node)
         elif not is_standard(node, "Constant", *EXPRESSIONS):
@@ -189,8 +191,6 @@ class Constants:
                     "overridable", f"the {what} {value.name!r} is a graph input: a caller may override it{_WAY_OUT}"
                 )
             return value.const_value
-        if value.is_graph_input() or value.producer() is None:
-            raise Refused("not-constant", f"the {what} {value.name!r} is an input")
         return None
 
     def _array(self, value: ir.Value, what: str, depth: int) -> np.ndarray:

@@ -141,10 +141,11 @@ def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: G
     size = context.size(mean, 0)
     if size is None and mean.const_value is not None:
         size = int(mean.const_value.size)
-    if size is None or mean.dtype is None:
-        raise Refused("shape", f"it has no {name}, and the number of channels is not known")
+    dtype = context.dtype(mean)
+    if size is None or dtype is None:
+        raise Refused("shape", f"it has no {name}, and the number or the type of the channels is not known")
     assert node.graph is not None
-    array = np.full(size, fill, mean.dtype.numpy())
+    array = np.full(size, fill, dtype.numpy())
     return new_constant(context, node.graph, node, array, f"{label(node)}.{name}")
 
 

@@ -46,11 +46,12 @@ def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
             stored = _STORED.get(proto.data_type)
             if stored is not None and proto.HasField("raw_data"):
                 return np.frombuffer(proto.raw_data, stored).reshape(proto.dims)
+            return tensor.numpy()
         array = tensor.numpy()
     except (ValueError, TypeError, AssertionError) as error:
         raise MalformedModelError(f"tensor {tensor.name!r} cannot be read: {error}") from error
-    # A tensor of the file reshapes itself; others are compared.
-    if not isinstance(tensor, ir.serde.TensorProtoTensor) and array.shape != tuple(tensor.shape.numpy()):
+    # A tensor of the file has reshaped itself.
+    if array.shape != tuple(tensor.shape.numpy()):
         raise MalformedModelError(f"tensor {tensor.name!r} has {array.shape} values, its shape says {tensor.shape}")
     return array
 
@@ -86,10 +87,6 @@ class NotEvaluated(UnsupportedModelError):
     def __init__(self, text: str, code: str = "not-constant") -> None:
         self.code = code
         super().__init__(text)
-
-
-class Misfit(NotEvaluated):
-    """The inputs of an operator do not fit, in their sizes: a model that has it does not run."""
 
 
 def _is_noop(node: ir.Node) -> bool:
@@ -192,11 +189,11 @@ class Signature:
                 self.schema, self.proto, types, numbers, opset_imports=self.imports
             )
         except onnx.shape_inference.InferenceError as error:
-            raise Misfit(f"the inputs of {self.node.op_type} do not fit: {first_line(error)[:200]}") from error
+            raise NotEvaluated(f"the inputs of {self.node.op_type} do not fit: {first_line(error)[:200]}") from error
         except onnx.checker.ValidationError as error:
             raise NotEvaluated(f"{self.node.op_type}: {first_line(error)[:200]}", "type") from error
         shapes = [inferred[name].tensor_type.shape.dim for name in self.proto.output if name in inferred]
-        if not shapes or not all(dim.HasField("dim_value") for dims in shapes for dim in dims):
+        if not all(dim.HasField("dim_value") for dims in shapes for dim in dims):
             raise NotEvaluated(f"the sizes that {self.node.op_type} makes are not known")
         return [tuple(dim.dim_value for dim in dims) for dims in shapes]
 
@@ -238,14 +235,14 @@ class NodeEvaluator:
         if kind == "Resize" and not _is_even(self._node, *inputs):
             raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
         # What a Slice makes is never more, and no older schema infers it.
-        size = max(map(math.prod, self._signature.shapes(inputs))) if kind != "Slice" else 0
+        size = max(map(math.prod, self._signature.shapes(inputs)), default=math.inf) if kind != "Slice" else 0
         if size > _LARGEST:
             raise NotEvaluated(f"{kind} of constants makes {size:.3g} elements, {_LARGEST:.3g} are taken", "too-large")
         try:
             with np.errstate(all="ignore"):
                 results = dict(zip(self._outputs, self._evaluator.run(None, feeds, attributes={}), strict=True))
         except Exception as error:
-            raise Misfit(f"{kind} cannot be run: {first_line(error)[:200]}") from error
+            raise NotEvaluated(f"{kind} cannot be run: {first_line(error)[:200]}") from error
         return [results.get(f"o{index}") for index in range(len(self._node.outputs))]
 
 
@@ -315,7 +312,7 @@ def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool
     given = np.asarray([data.shape[axis] for axis in axes])
     factors = scales is not None and scales.size
     stated = scales if factors else targets
-    if stated is not None and stated.shape != given.shape:
+    if stated is None or stated.shape != given.shape:
         return False
     wanted = given * stated if factors else stated
-    return wanted is None or bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))
+    return bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))

@@ -89,7 +89,7 @@ class Shapes:
 
     def dtype(self, value: ir.Value) -> ir.DataType | None:
         """Return the element type, or None if it is unknown."""
-        if value.dtype is not None:
+        if value.dtype:  # UNDEFINED is 0
             return value.dtype
         if value.const_value is not None:
             return value.const_value.dtype
@@ -126,7 +126,7 @@ class Shapes:
                 value.shape = _confirmed(value.shape, self.of(value))
 
     def _is_claim(self, value: ir.Value) -> bool:
-        return value.shape is not None and not (value.is_graph_output() and value.graph is self._model.graph)
+        return not (value.is_graph_output() and value.graph is self._model.graph)
 
     def _all(self) -> _Inferred:
         if self._inferred is None:
@@ -238,7 +238,7 @@ class _Inferred:
             for value, other in zip(values, twins, strict=True):
                 if other.shape is not None:
                     self.shapes[value] = sizes_of(other.shape)
-                if value.dtype is None and other.dtype is not None:
+                if other.dtype:
                     self.types[value] = other.dtype
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from bnexport.folding import fold
@@ -124,5 +125,6 @@ def test_a_wrong_shape_that_another_one_hides() -> None:
     shapes = Shapes(opened)
     shapes.of(opened.graph.outputs[0])
     assert shapes.drop_stale() == (NOTE.replace("'z'", "'r'"),)
+    assert opened.graph.outputs[0].shape == ir.Shape(["N", 4, 6, 6])
     x = X.standard_normal((2, 4, 6, 6), np.float32)
     np.testing.assert_array_equal(run(to_proto(opened), {"x": x})[0], run(source, {"x": x})[0])

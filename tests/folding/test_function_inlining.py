@@ -11,7 +11,9 @@ from bnexport.errors import UnsafeModelError, UnsupportedModelError, Verificatio
 from bnexport.exporting.finish import portable_body
 from bnexport.folding import api
 from bnexport.folding.api import inline
+from bnexport.graph.functions import inline_functions
 from bnexport.model_io import load, to_proto
+from bnexport.model_io.read import as_model
 from tests.support.onnx_text import make_inputs, model, operators, run
 
 HEADER = '<ir_version: 8, opset_import: ["": 18, "local": 1, "mmcv": 1]>'
@@ -39,6 +41,7 @@ def with_functions(graph: str, *functions: str, opset: int = 18) -> onnx.ModelPr
     return model(f"g ({graph} {' '.join(texts)}", header=HEADER)
 
 
+TANH = "f (x) => (y) { y = Tanh (x) }"
 ROW = "float[N,4] x) => (float[N,4] y) {{ {} }}"
 
 
@@ -123,9 +126,12 @@ def test_nothing_to_inline_is_a_copy(tmp_path) -> None:
         (lambda: with_functions("float[N,4] x) => (float[N] y) { y = local.f (x) }",
             "f (x) => (y) { y = ReduceSum <axes = [1], keepdims = 0> (x) }", opset=11), UnsupportedModelError,
             "it is for opset 11 of ONNX, the model for 18, and ReduceSum differs between them"),
+        *((lambda call=call: with_functions(ROW.format(call), TANH), UnsupportedModelError, said) for call, said in (
+            ("y = local.f (x, x)", "got 2 inputs and 1 outputs, expected at most 1 and 1"), ("y, z = local.f (x)", "and 2 outputs"),
+            ("y = local.f <g = t () => (float[1] o) { o = Identity (x) }> (x)", "it gives a graph as an attribute"))),
         (lambda: doubling(30), UnsafeModelError, "would have more than 262144 nodes"),
     ],
-    ids=["no body", "group", "opset", "doubling"],
+    ids=["no body", "group", "opset", "inputs", "outputs", "a graph", "doubling"],
 )  # fmt: skip
 def test_refusals(proto, error, message, tmp_path) -> None:
     with pytest.raises(error, match=message):
@@ -134,16 +140,17 @@ def test_refusals(proto, error, message, tmp_path) -> None:
 
 
 def test_a_group_in_inference_needs_no_body() -> None:
+    assert not inline_functions(as_model(doubling(30)), keep=lambda _: True)
     made = inline(kept(0, group_size=2, body=False)).model
     assert "BatchNormalization" in operators(made) and "MMCVSyncBatchNorm" not in operators(made)
 
 
 def test_an_older_opset_with_the_same_operators() -> None:
-    check(with_functions(ROW.format("y = local.f (x)"), "f (x) => (y) { y = Tanh (x) }", opset=17))
+    check(with_functions(ROW.format("y = local.f (x)"), TANH, opset=17))
 
 
 def test_what_other_domains_remain() -> None:
-    proto = with_functions(ROW.format("a = local.f (x) y = other.Op (a)"), "f (x) => (y) { y = Tanh (x) }")
+    proto = with_functions(ROW.format("a = local.f (x) y = other.Op (a)"), TANH)
     proto.opset_import.append(onnx.helper.make_opsetid("other", 1))
     result = inline(proto, verify=False)
     assert (result.foreign, result.calls) == (("other:Op",), {"local:f": 1})

@@ -21,10 +21,8 @@ def build(nodes: str, opset: int = 17, **values: float) -> onnx.ModelProto:
 def test_what_is_neutral_is_left_out(scale: float, shift: float, left: str) -> None:
     proto = build("r = Relu (x) y = Norm <epsilon = 0.0> (r, p:8)", s=scale, b=shift, m=0, v=1)
     assert operators_of(fold(proto, leftover="arithmetic")) == left.split()
-    more = build(
-        "n = Norm <epsilon = 0.0> (x, p:8) y = Conv <pads = [1,1,1,1]> (n, w:8.8.3.3)", s=scale, b=shift, m=0, v=1
-    )
-    (site,) = fold(more, leftover="arithmetic").report.sites
+    padded = "n = Norm <epsilon = 0.0> (x, p:8) y = Conv <pads = [1,1,1,1]> (n, w:8.8.3.3)"
+    (site,) = fold(build(padded, s=scale, b=shift, m=0, v=1), leftover="arithmetic").report.sites
     assert site.outcome == ("restated" if left == "Relu Add" and shift else "folded")
 
 

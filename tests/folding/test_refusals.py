@@ -6,7 +6,6 @@ it reads one of a node, as arithmetic (map) or a batch norm (norm).
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from bnexport.folding.rules import ALL, gather
 from bnexport.folding.sites import read_batch_norm, read_elementwise
 from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
-from tests.support.onnx_text import batch_norm, fold_and_check, model
+from tests.support.onnx_text import array, batch_norm, fold_and_check, model
 
 RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
 MAPS = {
@@ -67,14 +66,6 @@ def attempt(
     start = values[value or {"backward": "z", "forward": "x"}[direction]]
     getattr(search, direction)(start, axis, affine)
     return search
-
-
-def array(text: str) -> np.ndarray:
-    """`[1,2]` of int64, `float32 1.5`, or one number for a shape, `int8 3*4.4.1.1`."""
-    *dtype, numbers = text.rsplit(" ", 1)
-    numbers, _, sizes = numbers.partition("*")
-    values = np.array(ast.literal_eval(numbers), dtype[0] if dtype else np.int64)
-    return np.full([int(size) for size in sizes.split(".")], values) if sizes else values
 
 
 def option(text: str) -> tuple[str, Any]:

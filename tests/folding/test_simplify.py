@@ -47,14 +47,8 @@ def test_sums_of_constants_are_rounded_once() -> None:
 
 @pytest.mark.parametrize(
     ("node", "opset", "left"),
-    [
-        ("Softmax (e:2.3.4)", 13, "Add"),
-        ("Softmax (e:2.3.4)", 12, "Softmax Add"),
-        ("LogSoftmax (e:2.3.4)", 12, "LogSoftmax Add"),
-        ("Hardmax (e:2.3.4)", 12, "Hardmax Add"),
-        ("Norm (e:2.3.4, p:3)", 13, "BatchNormalization Add"),
-        ("GlobalMaxPool (e:2.3.4)", 17, "GlobalMaxPool Add"),
-    ],
+    [("Softmax (e:2.3.4)", 13, "Add"), ("Norm (e:2.3.4, p:3)", 13, "BatchNormalization Add")]
+    + [(f"{name} (e:2.3.4)", 12, f"{name} Add") for name in ("Softmax", "LogSoftmax", "Hardmax", "GlobalMaxPool")],
 )
 def test_constants_that_onnx_reference_computes_wrongly_stay(node: str, opset: int, left: str) -> None:
     source = model(f"g (float[2,3,4] x) => (y) {{ s = {node} y = Add (x, s) }}", opset=opset)

@@ -18,19 +18,7 @@ from bnexport.model_io import to_proto
 from bnexport.runtime.engine import Serialised
 from bnexport.verification.oracle import PreciseModel
 from tests.folding.corpus.case import MMCV
-from tests.support.onnx_text import (
-    assert_near,
-    assert_refused,
-    batch_norm,
-    batch_norms,
-    exact,
-    fold_and_check,
-    make_inputs,
-    model,
-    operators_of,
-    parameters,
-    run,
-)
+from tests.support.onnx_text import assert_refused, fold_and_check, make_inputs, model, operators_of, parameters, run
 
 CONV, NORM = "z = Conv (x, w:8.6.1.1)", "y = Norm (z, p:8)"
 Y = "float[N,8,A,B] y"
@@ -38,19 +26,6 @@ Y = "float[N,8,A,B] y"
 
 def conv_bn(nodes: str = f"{CONV} {NORM}", output: str = Y, **options: str) -> onnx.ModelProto:
     return model(f"g (float[N,6,H,W] x) => ({output}) {{ {nodes} }}", **options)
-
-
-def test_training_mode_by_request() -> None:
-    training = f"{CONV} y, a, b = Norm <training_mode=1> (z, p:8)"
-    result = fold(conv_bn(training, f"{Y}, float[8] a, float[8] b"), training_to_inference=True)
-    assert result.report.meaning_changed
-    assert result.report.verification.passed
-    assert batch_norms(result.model) == 0
-    inputs, values = make_inputs(conv_bn()), parameters(batch_norm("p", 8))
-    y, mean, var = run(result.model, inputs)
-    assert_near(y, exact(conv_bn(), inputs)[0])
-    np.testing.assert_array_equal(mean, values["p_m"])
-    np.testing.assert_array_equal(var, values["p_v"])
 
 
 def test_redefined_operator() -> None:
@@ -141,7 +116,12 @@ def test_one_rounding(kind: str, dtype: type, statistics: type) -> None:
     """Three maps in a row: each weight and bias is the nearest to the exact one, in the type that it had."""
     body = f"""g ({kind}[N,6,H,W] x) => ({kind}[N,8,A,B] y) {{ t = Conv (x, w, c) u = Norm (t, p:8) v = Norm (u, q)
         y = Mul (v, d) }}"""
-    shapes = {"w": (8, 6, 1, 1), "c": (8,), "d": (8, 1, 1), **batch_norm("p", 8), **batch_norm("q", 8)}
+    shapes = {
+        "w": (8, 6, 1, 1),
+        "c": (8,),
+        "d": (8, 1, 1),
+        **{f"{norm}_{each}": (8,) for norm in "pq" for each in "sbmv"},
+    }
     values = {
         name: value.astype(statistics if name[0] in "pq" else dtype) for name, value in parameters(shapes).items()
     }

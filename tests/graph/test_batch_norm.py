@@ -12,18 +12,7 @@ from bnexport.folding import fold
 from bnexport.graph.nodes import is_training
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Method
-from tests.support.onnx_text import (
-    array_of,
-    assert_near,
-    assert_refused,
-    batch_norm,
-    batch_norms,
-    exact,
-    make_inputs,
-    model,
-    parameters,
-    run,
-)
+from tests.support.onnx_text import array_of, assert_near, assert_refused, batch_norm, exact, make_inputs, model, run
 
 FIVE = "y, a, b, c, d"
 
@@ -55,8 +44,8 @@ def test_the_mode_is_onnx_runtimes(opset: int, outputs: str, attributes: str) ->
         f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}", batch_norm("p", 3), opset=opset
     )
     inputs = make_inputs(proto)
-    x, given = inputs["x"].astype(np.float64), parameters(batch_norm("p", 3))
-    scale, bias, mean, var = (given[f"p_{name}"].reshape(1, 3, 1) for name in "sbmv")
+    x = inputs["x"].astype(np.float64)
+    scale, bias, mean, var = (array_of(proto, f"p_{name}").reshape(1, 3, 1) for name in "sbmv")
     if is_training(next(iter(ir.from_proto(proto).graph)), opset):
         mean, var = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
     assert_near(run(proto, inputs)[0], (scale * (x - mean) / np.sqrt(var + 1e-5) + bias).astype(np.float32))
@@ -75,22 +64,18 @@ def test_outputs_without_a_name_are_absent() -> None:
     assert mode(9, "y, , , , d")
 
 
-@pytest.mark.parametrize("opset", [7, 9, 13])
-def test_a_fold_keeps_training_with_unused_statistics(opset: int) -> None:
-    proto = conv_bn(norm=norm(FIVE, data="z"), opset=opset)
+@pytest.mark.parametrize("opset", [7, 9, 13, 17])
+def test_a_fold_keeps_training_unless_asked(opset: int) -> None:
+    """Updated statistics become the old ones."""
+    training = norm(FIVE, data="z") if opset < 14 else norm("y, a, b", "<training_mode=1>", data="z")
+    proto = conv_bn(norm=training, opset=opset, output="float[N,8,A,B] y, float[8] a, float[8] b")
     assert_refused(proto, "training")
     result = fold(proto, training_to_inference=True)
-    assert result.report.meaning_changed
-    folded, inputs = to_proto(result.model), make_inputs(proto)
-    assert batch_norms(folded) == 0
-    assert_near(run(folded, inputs)[0], exact(conv_bn(), inputs)[0])
-
-
-def test_updated_statistics_become_the_old_ones() -> None:
-    proto = conv_bn(norm=norm(FIVE, data="z"), opset=9, output="float[N,8,A,B] y, float[8] a, float[8] b")
-    _, mean, var = run(to_proto(fold(proto, training_to_inference=True).model), make_inputs(proto))
-    np.testing.assert_array_equal(mean, array_of(proto, "p_m"))
-    np.testing.assert_array_equal(var, array_of(proto, "p_v"))
+    assert result.report.meaning_changed and result.report.verification.passed and not result.report.after.batch_norm
+    inputs = make_inputs(proto)
+    y, *statistics = run(to_proto(result.model), inputs)
+    assert_near(y, exact(conv_bn(), inputs)[0])
+    np.testing.assert_array_equal(statistics, [array_of(proto, name) for name in ("p_m", "p_v")])
 
 
 @pytest.mark.parametrize("method", ["local", "whole", "both"])

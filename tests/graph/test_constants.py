@@ -8,10 +8,12 @@ import numpy as np
 import onnx
 import onnx.helper
 import onnx.reference
+import onnx_ir as ir
 import pytest
 
+from bnexport.errors import MalformedModelError
+from bnexport.graph import evaluate
 from bnexport.graph.constants import Constants
-from bnexport.graph.evaluate import ANSWERED
 from bnexport.graph.nodes import Refused
 from bnexport.graph.onnx_reference import MENDED, MendedEvaluator
 from bnexport.graph.shapes import Shapes
@@ -60,47 +62,49 @@ def test_reductions(kind: str, axes: list[int] | None, keepdims: int) -> None:
     node = onnx.helper.make_node(f"Reduce{kind}", ["v"] if axes is None else ["v", "axes"], ["y"], keepdims=keepdims)
     data = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
     values = {"v": data} if axes is None else {"v": data, "axes": np.array(axes, np.int64)}
-    proto = _alone(node, values, opset=18)
-    got = _value(proto)
-    expected = onnx.reference.ReferenceEvaluator(proto).run(None, {})[0]
+    (got,) = evaluate.rounded(ir.from_proto(node), [*values.values()], 18)
+    expected = onnx.reference.ReferenceEvaluator(node).run(None, values)[0]
     assert got.dtype == np.float32
     assert got.shape == expected.shape
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 FOUR = np.ones(4, np.float32)
-UNREADABLE = {
-    "an output type": (
-        "DequantizeLinear",
-        {"output_dtype": 10},
-        {"q": np.ones(3, np.int8), "s": np.ones((), np.float32)},
-    ),
-    "an attribute of Reshape": ("Reshape", {"mode": 1}, {"d": FOUR, "s": np.array([2, 2])}),
-    "an attribute of Cast": ("Cast", {"to": 1, "more": 1}, {"d": FOUR}),
-    "an attribute of Gather": ("Gather", {"more": 1}, {"d": FOUR, "i": np.array([0])}),
-    "no axes, no reduction": ("ReduceSum", {"noop_with_empty_axes": 1}, {"d": FOUR}),
-    "a sum of integers": ("ReduceSum", {}, {"d": np.ones(4, np.int32)}),
-}
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_what_would_be_a_guess_is_refused(case: str) -> None:
-    operator, attributes, values = UNREADABLE[case]
-    with pytest.raises(Refused) as caught:
-        _value(_alone(onnx.helper.make_node(operator, list(values), ["y"], **attributes), values, opset=23))
-    assert caught.value.code in ("unknown-attribute", "bad-attribute", "type")
+def test_bounds_of_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number of steps and of elements; a value without numbers; a tensor of another shape than it says."""
+    chain = "".join(f"c{index} = Neg (c{index - 1})\n" for index in range(1, 34))
+    made = from_proto(model(f"g (float[N,4] x) => (float[N,4] y) {{ {chain} y = Add (x, c33) }}", values={"c0": FOUR}))
+    read, steps = Constants(made, Shapes(made)), [node.outputs[0] for node in made.graph]
+    assert read.array(steps[31], "c").tolist() == FOUR.tolist()
+    assert not Constants(made, Shapes(made)).is_constant(steps[32])
+    for ask in (read.array, read.describe, read.check):
+        with pytest.raises(Refused, match="the c is missing"):
+            ask(None, "c")
+        with pytest.raises(Refused, match="the c 'x' is an input"):
+            ask(made.graph.inputs[0], "c")
+    monkeypatch.setattr("bnexport.graph.constants.ELEMENTS", 3)
+    of_the_caller = ir.from_proto(onnx.parser.parse_node("y = Constant <value_float: float = @k> ()"))
+    for call, error, said in (
+        (lambda: Constants(made, Shapes(made)).array(steps[0], "c"), Refused, "too many elements"),
+        (lambda: evaluate.constant_tensor(of_the_caller), Refused, "given by the function's caller"),
+        (
+            lambda: evaluate.expression(steps[0], {}, lambda _: None, lambda *_: []),
+            evaluate.NotEvaluated,
+            "has no numbers",
+        ),
+        (lambda: evaluate.read_tensor(ir.Tensor(FOUR, shape=ir.Shape([2]))), MalformedModelError, "its shape says"),
+    ):
+        with pytest.raises(error, match=said):
+            call()
 
 
-def _alone(node: onnx.NodeProto, values: dict[str, np.ndarray], opset: int) -> onnx.ModelProto:
-    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
-    tensors = [onnx.numpy_helper.from_array(value, name) for name, value in values.items()]
-    graph = onnx.helper.make_graph([node], "g", [], [output], tensors)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
-
-
-def _value(proto: onnx.ModelProto) -> np.ndarray:
-    made = from_proto(proto)
-    return Constants(made, Shapes(made)).array(made.graph.outputs[0], "value")
+def test_before_version_4_of_the_format_no_caller_gives_an_initializer() -> None:
+    text = "g (float[N,4] x, float[4] w) => (float[N,4] y) { y = Add (x, w) }"
+    for version in (3, 4):
+        made = from_proto(model(text, values={"w": FOUR}, header=f'<ir_version: {version}, opset_import: ["": 8]>'))
+        assert Constants(made, Shapes(made)).is_constant(made.graph.inputs[1]) == (version == 3)
 
 
 ALONG = "g (float[3,4,5] x) => (float[3,4,5] y) {{ y = {} {} (x) }}"
@@ -155,7 +159,7 @@ def test_functions_and_subgraphs_have_them() -> None:
     wrong = {name for name, _, _ in WRONG}
     names = {each.__name__ for each in MENDED}
     assert wrong <= names
-    assert names - wrong <= set(ANSWERED)
+    assert names - wrong <= set(evaluate.ANSWERED)
 
 
 def test_training_of_opset_14() -> None:

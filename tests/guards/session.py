@@ -35,25 +35,22 @@ from tests.guards.guards import Guard, guards
 from tests.guards.live import functions_of, patch
 from tests.support import warm
 
+OTHERS = ("tests/verification", "tests/exporting", "tests/cli", "tests/recalibration", "tests/training")
 # What is changed, and the tests that should see it.
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "folding": (("bnexport/folding/**/*.py",), ("tests/folding", "tests/forms")),
     "verification": (
         ("bnexport/verification/**/*.py",),
         (
-            "tests/folding/test_corpus.py",
-            "tests/folding/test_api.py",
-            "tests/verification",
-            "tests/miscompilations",
-            "tests/exporting/test_against_file.py",
-            "tests/exporting/test_reference.py",
-            "tests/cli",
-            "tests/recalibration",
-            "tests/forms",
-            "tests/malicious",
+            *("tests/folding/test_corpus.py", "tests/folding/test_api.py", "tests/verification"),
+            *("tests/miscompilations", "tests/exporting/test_against_file.py", "tests/exporting/test_reference.py"),
+            *("tests/cli", "tests/recalibration", "tests/forms", "tests/malicious"),
         ),
     ),
-    "graph": (("bnexport/graph/*.py",), ("tests/graph", "tests/folding", "tests/malicious")),
+    "graph": (
+        ("bnexport/graph/*.py",),
+        ("tests/graph", "tests/folding", "tests/forms", "tests/malicious", "tests/miscompilations", *OTHERS),
+    ),
     "names": (("bnexport/graph/nodes.py",), ("tests/guards/example.py",)),  # for the test of this tool
 }
 # An editable installation imports bnexport from the checkout, whatever sys.path says.

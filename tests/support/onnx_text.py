@@ -1,5 +1,6 @@
 """Models in ONNX text, their parameters from a seed, and a float64 oracle."""
 
+import ast
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -179,6 +180,14 @@ def run(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.nda
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, dict(inputs))
+
+
+def array(text: str) -> np.ndarray:
+    """Read `[1,2]` of int64, `float32 1.5`, or one number for a shape, `int8 3*4.4.1.1`."""
+    *dtype, numbers = text.rsplit(" ", 1)
+    numbers, _, sizes = numbers.partition("*")
+    values = np.array(ast.literal_eval(numbers), dtype[0] if dtype else np.int64)
+    return np.full([int(size) for size in sizes.split(".")], values) if sizes else values
 
 
 def make_inputs(proto: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 7) -> dict[str, np.ndarray]:

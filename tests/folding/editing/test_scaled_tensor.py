@@ -20,14 +20,10 @@ from bnexport.model_io import ContainedTensor, load, save
 from tests.support.onnx_text import batch_norm, model, parameters
 
 VIEWS = {
-    "rows": ((7, 5, 3), (7, 1, 1)),
-    "columns": ((7, 5, 3), (1, 5, 1)),
-    "one-group": ((1, 7, 15), (1, 7, 1)),
-    "groups-and-columns": ((3, 4, 2, 5), (3, 1, 2, 1)),
-    "scalar": ((1,), (1,)),
-    "empty": ((0, 5), (1, 5)),
+    "rows": ((7, 5, 3), (7, 1, 1)), "columns": ((7, 5, 3), (1, 5, 1)), "one-group": ((1, 7, 15), (1, 7, 1)),
+    "groups-and-columns": ((3, 4, 2, 5), (3, 1, 2, 1)), "scalar": ((1,), (1,)), "empty": ((0, 5), (1, 5)),
     "long-rows": ((3, 1000), (3, 1)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=[16, 1 << 18])
@@ -114,16 +110,9 @@ TINY = np.array([[1e-20], [1e-40]])
 @pytest.mark.parametrize(
     ("name", "value", "factor", "code"),
     [
-        ("float16", 60000.0, 2.0, "overflow"),
-        ("bfloat16", 3e38, 2.0, "overflow"),
-        ("float32", 3e38, 2.0, "overflow"),
-        ("float16", 6.2e-5, 0.5, "underflow"),
-        ("float32", 1.2e-38, 0.5, "underflow"),
-        ("float32", np.inf, 0.5, "not-finite"),
-        ("float16", 60000.0, 1.0, None),
-        ("float16", 6.2e-5, 1.0, None),
-        ("float16", 0.0, 1e-30, None),
-        ("float16", 1.0, 0.0, None),
+        ("float16", 60000.0, 2.0, "overflow"), ("bfloat16", 3e38, 2.0, "overflow"), ("float32", 3e38, 2.0, "overflow"),
+        ("float16", 6.2e-5, 0.5, "underflow"), ("float32", 1.2e-38, 0.5, "underflow"), ("float32", np.inf, 0.5, "not-finite"),
+        ("float16", 60000.0, 1.0, None), ("float16", 6.2e-5, 1.0, None), ("float16", 0.0, 1e-30, None), ("float16", 1.0, 0.0, None),
         # A tiny element of a slice may round to zero: its error is below that of the largest one.
         ("float16", [[1.0, 6e-8]] * 2, 0.1, None),
         # A channel at 1e-78 beside one at 1 is nothing; alone it would be the whole layer.
@@ -131,7 +120,7 @@ TINY = np.array([[1e-20], [1e-40]])
         ("float32", [[1e-38], [1e-38]], TINY, "underflow"),
         ("float16", [[1.0], [1.0]], TINY, "underflow"),
     ],
-)
+)  # fmt: skip
 def test_what_a_type_can_hold(name: str, value: Any, factor: Any, code: str | None) -> None:
     """Found by a pass of its own, or while the elements are scaled."""
     weight = np.asarray(value if isinstance(value, list) else np.full((2, 2), value)).astype(FLOAT_TYPES[name])

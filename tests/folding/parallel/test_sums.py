@@ -33,15 +33,11 @@ def test_a_parameter_that_is_not_finite_stays(value: float, name: str, shape: tu
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ({}, ["Conv"]),
-        ({"only": ["parallel"]}, ["Conv"]),
-        ({"skip": ["parallel"]}, [BN, "Conv", "Add"]),
-        ({"skip": [f"{BN} -> n"]}, [BN, "Conv", "Add"]),
-        ({"skip": [f"{BN} -> d"]}, [BN, BN, "Conv", "Add"]),
-        ({"only": [f"{BN} -> d"]}, [BN, "Conv", "Add"]),
-        ({"only": [f"{BN} -> n", f"{BN} -> d"]}, ["Conv"]),
+        ({}, ["Conv"]), ({"only": ["parallel"]}, ["Conv"]), ({"skip": ["parallel"]}, [BN, "Conv", "Add"]),
+        ({"skip": [f"{BN} -> n"]}, [BN, "Conv", "Add"]), ({"skip": [f"{BN} -> d"]}, [BN, BN, "Conv", "Add"]),
+        ({"only": [f"{BN} -> d"]}, [BN, "Conv", "Add"]), ({"only": [f"{BN} -> n", f"{BN} -> d"]}, ["Conv"]),
     ],
-)
+)  # fmt: skip
 def test_selection(options: dict[str, list[str]], left: list[str]) -> None:
     folded, _ = fold_and_check(build(NORMS), left=left.count(BN), **options)
     assert sorted(operators(folded)) == sorted([*left, "Relu", "Add"])
