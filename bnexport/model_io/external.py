@@ -184,7 +184,7 @@ class ContainedTensor(ir.ExternalTensor):
             source.seek(offset)
             while left:
                 chunk = buffer[: min(left, len(buffer))]
-                _read_into(source, chunk)
+                read_into(source, chunk)
                 file.write(chunk)
                 left -= len(chunk)
 
@@ -193,7 +193,7 @@ class ContainedTensor(ir.ExternalTensor):
         data = np.empty(self.length or 0, np.uint8)
         with self._file.open() as source:
             source.seek(self.offset or 0)
-            _read_into(source, data.data)
+            read_into(source, data.data)
         return data
 
 
@@ -214,7 +214,7 @@ def _kernel_copy(source: BinaryIO, file: Any, offset: int, length: int) -> int:
     return copied
 
 
-def _read_into(file: Any, buffer: memoryview) -> None:
+def read_into(file: Any, buffer: memoryview) -> None:
     while len(buffer):
         count = file.readinto(buffer)
         if not count:

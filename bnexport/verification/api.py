@@ -37,6 +37,7 @@ from bnexport.verification.inputs import InputSpec
 from bnexport.verification.probing import Meeting, Parted, Probe, find_meetings, find_parted, find_probes
 from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.proof.search import prove
+from bnexport.verification.proof.sides import cast_target
 from bnexport.verification.verdict import (
     Claim,
     Method,
@@ -492,15 +493,10 @@ def _coarsest(model: ir.Model) -> int:
         )
         made = (output for node in graph for output in node.outputs)
         types = {value.dtype for value in (*graph.inputs, *used, *made)}
-        types |= {_target(node) for node in graph if node.op_type == "Cast"}
+        types |= {cast_target(node) for node in graph if node.op_type == "Cast"}
         names = {dtype.numpy().name for dtype in types if dtype is not None and dtype.is_floating_point()}
         found = min([found, *(FLOATS.index(name) for name in names if name in FLOATS)])
     return found
-
-
-def _target(cast: ir.Node) -> ir.DataType | None:
-    to = cast.attributes.get("to")
-    return None if to is None or to.is_ref() else ir.DataType(to.as_int())
 
 
 def _interface(reference: ir.Model, candidate: ir.Model) -> str | None:

@@ -15,6 +15,7 @@ from bnexport.graph.nodes import Refused, get_float, is_standard
 from bnexport.graph.shapes import Shapes
 from bnexport.model_io import walk
 from bnexport.verification.inputs import FREE_SIZES, LARGER, LARGEST, FloatSet, Kind, Range
+from bnexport.verification.proof.sides import cast_target
 
 # Ranges for random integers, from where an integer input goes.
 #
@@ -145,10 +146,8 @@ def _is_listed(node: ir.Node, place: int, table: dict[str, tuple[int, ...] | Non
 
 def _to_another_kind(node: ir.Node) -> bool:
     """Whether it is a Cast to floats or truth values."""
-    if not is_standard(node, "Cast") or "to" not in node.attributes:
-        return False
-    target = ir.DataType(node.attributes["to"].as_int())
-    return target.is_floating_point() or target is ir.DataType.BOOL
+    target = cast_target(node) if is_standard(node, "Cast") else None
+    return target is not None and (target.is_floating_point() or target is ir.DataType.BOOL)
 
 
 def _range(dtype: ir.DataType) -> Range:

@@ -202,7 +202,7 @@ class TestContained:
 
     def test_a_file_that_got_shorter(self) -> None:
         with pytest.raises(MalformedModelError, match="ends 10 bytes too early"):
-            external._read_into(io.BytesIO(bytes(20)), memoryview(bytearray(30)))
+            external.read_into(io.BytesIO(bytes(20)), memoryview(bytearray(30)))
 
     def test_what_changed_is_named(self, tensor: ContainedTensor, tmp_path: Path) -> None:
         (tmp_path / "m.onnx.data").write_bytes(b"other")

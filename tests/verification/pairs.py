@@ -73,14 +73,9 @@ def _one(nodes: str) -> str:
 _SIZE, _LIMITED = "s = Shape (x) l = Gather <axis=0> (s, one)", "m = Min (l, hundred) e = Unsqueeze (m, zeros)"
 _RANGE = "n = Gather (s, at) r = Range (zero, n, step) i = Cast <to=OP> (r) f = Cast <to=1> (i) t = Reshape (f, rows)"
 _NUMBERS = {
-    **{"zero": np.int64(0), "one": np.int64(1), "step": np.int64(1), "hundred": np.int64(100), "zeros": np.array([0])},
-    **{
-        "first": np.array([1]),
-        "last": np.array([2]),
-        "end": np.array([100]),
-        "k": np.float32(2),
-        "half": np.float32(0.5),
-    },
+    **{name: np.int64(value) for name, value in {"zero": 0, "one": 1, "step": 1, "hundred": 100}.items()},
+    **{name: np.array([value]) for name, value in {"zeros": 0, "first": 1, "last": 2, "end": 100}.items()},
+    **{"k": np.float32(2), "half": np.float32(0.5)},
 }
 _WHOLE, _LOCAL, _BOTH = {"whole": "failed"}, {"local": "not_verified"}, {"both": "failed"}
 _BRANCH = "y = If (g) <then_branch = t () => (float[N,64] a) { a = OP (x) }, else_branch = e () => (float[N,64] b) { b = %s (x) }>"
@@ -89,6 +84,8 @@ _MEAN = "m = ReduceMean <keepdims=0> (x) g = Greater (m, c)"
 _WITH_F = '<ir_version: 8, opset_import: ["": 17, "f": 1]>'
 _CALL = """g (float[N,2,8] x) => (float[N,2,8] y) { y = f.block (x) }
     <domain: "f", opset_import: ["": 17]> block (a) => (b) { b = OP (a) }"""
+_UPSAMPLE, _NORM = "Upsample <height_scale=2.0, width_scale=2.0>", "BatchNormalization <is_test=1>"
+_DEEP = " ".join(f"z{i + 1} = Conv (z{i}, w)" for i in range(10))
 _PLACES = " ".join(
     f"c{i} = Constant <value_float={i}.0> () n{i} = OP (x, c{i}) r{i} = Abs (n{i})" for i in range(2, 68)
 )
@@ -175,6 +172,10 @@ PAIRS: dict[str, Pair] = {
         y = If (g) <then_branch = a () => (float[N,8] t) { t = Mul (x, c) },
             else_branch = b () => (float[N,8] e) { e = Identity (x) }>"""), "", "", {"both": "another"},
         {**_NUMBERS, "many": np.int64(10**6), "c": (np.float32(2), np.float32(3))}),
+    "another operator in a branch of large batches": Pair(_row("""s = Shape (x) n = Gather (s, zero) g = Greater (n, many)
+        y = If (g) <then_branch = a () => (float[N,8] t) { t = OP (x) },
+            else_branch = b () => (float[N,8] e) { e = Identity (x) }>"""), "Neg", "Sin", {"local": "another"},
+        {**_NUMBERS, "many": np.int64(10**6)}),
     "another small column": Pair(_row("y = Gemm (x, c)"), "", "", {"both": "another"},
         {"c": (_SMALL, _SMALL * np.float32([1, -1, 1, 1, 1, 1, 1, 1]))}),
     "another saturated product": Pair(_row("a = MatMul (x, c) y = Erf (a)"), "", "", {"both": "another"},
@@ -202,6 +203,33 @@ PAIRS: dict[str, Pair] = {
     "a function with another default": Pair(_CALL.replace("(a) =>", "<slope: float = OP> (a) =>").replace("= OP (",
         "= LeakyRelu <alpha: float = @slope> ("), "0.1", "0.2", _LOCAL, header=_WITH_F.replace("8", "10")),
     "more wrong places than are tried": Pair(_row(f"{_PLACES} y = Max ({', '.join(f'r{i}' for i in range(2, 68))})"), "Div", "Mul", _LOCAL),
+    # What one Conv does in the place of more than are followed.
+    "a long chain of branches": Pair(_image("OP y = Add (z, x)"), f"z0 = Identity (x) {_DEEP} z = Identity (z10)", "z = Conv (x, w)",
+        _LOCAL, {"w": tuple(np.linalg.matrix_power(np.tri(4) / 2, n).astype(np.float32).reshape(4, 4, 1, 1) for n in (1, 10))}),
+    # Behind a Reshape whose second size is 1 whenever it runs, though nothing says so.
+    "columns behind a size that is not known": Pair(
+        "g (float[8] x, int64[1] s) => (float[A,B,C] y) { t = Concat <axis=0> (two, s, four) OP y = Identity (o) }",
+        "a = Mul (x, k) r = Reshape (a, t) o = Gather <axis=1> (r, zeros)", "r = Reshape (x, t) b = Gather <axis=1> (r, zeros) "
+        "o = Mul (b, c)", _LOCAL, {**_NUMBERS, "two": np.array([2]), "four": np.array([4]), "k": _TABLE[0], "c": _TABLE[0, :4]}),
+    "an output of another rank": Pair("g (float[N,4] x) => (float[OP }", "N,4] y) { y = Relu (x)", "N] y) { y = Abs (x)", _LOCAL),
+    "an old Upsample of rank 5": Pair("g (float[N,4,D,H,W] x) => (float[A,B,C,D,E] y) { OP }",
+        f"u = {_UPSAMPLE} (x) y = {_NORM} (u, ones, no, no, var)", f"n = {_NORM} (x, ones, no, no, var) y = {_UPSAMPLE} (n)", _LOCAL,
+        {**dict.fromkeys(("ones", "no"), np.ones(4, np.float32)), "var": _TABLE[0, :4] ** 2}, opset=6),
+    # Resizes that no engine runs; of rank 2 the result of a namesake has one more axis.
+    **{f"no size, {mine}": Pair("g (float[N,2,4,4] x) => (float[A,B,C,D] y) { r = OP y = Add (x, r) }", mine, "Identity (w)", _LOCAL,
+        {"w": np.ones((1, 2, 2, 2), np.float32), "at": np.array([4, 4])}, opset=18)
+        for mine in ("Resize (w)", "Resize <axes = [2, 7]> (w, , , at)")},
+    "a namesake of another domain": Pair("g (float[N,3] x) => (float y) { z = other.Conv (x, w:8.3.3.3) OP }",
+        "y = BatchNormalization (z, ones, k, no, var)", "s = Mul (z, f) y = Add (s, h)", _LOCAL, {"no": np.zeros(8, np.float32),
+        **{"k": _TABLE[0], "ones": np.ones(8, np.float32), "var": np.full(8, 4 - 1e-5, np.float32)},
+        "f": np.full((8, 1, 1), 0.5, np.float32), "h": _TABLE[0].reshape(8, 1, 1)}, '<ir_version: 8, opset_import: ["": 17, "other": 1]>'),
+    **{f"attributes of another type, {mine}": Pair(_row("a = Neg (x) z = OP (a) y = Relu (z)"), mine, "Identity",
+        _LOCAL | {"whole": "not_verified"}, opset=6) for mine in ("Dropout <is_test=1.0>", 'Cast <to="a">', "Cast <to=99>")},
+    # Equal, but infinity minus infinity says nothing; and infinity for a number is wrong.
+    **{f"infinity {name}": Pair(_row("OP", 4), "a = Mul (x, k) y = Add (a, h)", "y = BatchNormalization <epsilon=0.0> (x, k, h, no, ones)",
+        {"local": status}, {"k": _TABLE[0, :4], "h": h, "no": np.zeros(4, np.float32), "ones": np.ones(4, np.float32)})
+        for name, status, h in (("in both models", "not_verified", np.float32([1, np.inf, 1, 1])),
+            ("in one model", "failed", (np.float32([1, 1, 1, 1]), np.float32([1, np.inf, 1, 1]))))},
     # An operator that asks for as many parameters as channels has one: no engine runs it on four.
     **{f"one channel of four, {name}": Pair(_image("OP"), "y = Mul (x, c)", theirs, _LOCAL, values)
         for name, theirs, values in (

@@ -16,7 +16,7 @@ import numpy as np
 
 from bnexport.graph.nodes import get_flag, get_ints, get_string
 from bnexport.verification.proof.lemmas import LINEAR, convolution
-from bnexport.verification.proof.movements import fills_with_zeros
+from bnexport.verification.proof.movements import fills_with_zeros, known_sizes
 from bnexport.verification.proof.relations import (
     NOISE,
     ONE,
@@ -84,13 +84,11 @@ class WrittenKernel:
         return np.broadcast_to(array, groups * rows).reshape(groups, rows, 1, *[1] * len(self.window))
 
     def grouped(self, groups: int) -> WrittenKernel:
-        """Write the kernel in fewer groups, block-diagonally."""
+        """Write the kernel in fewer groups, a divisor of their number, block-diagonally."""
         own, rows, columns = self.weight.values.shape[:3]
         count = own // groups
         if count == 1:
             return self
-        if own % groups:
-            raise Unrelated("its branches have other groups")
         _require_small(self.weight.values.size, count)
 
         def spread(array: np.ndarray) -> np.ndarray:
@@ -251,8 +249,8 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     if node.kind in ("Gemm", "MatMul"):
         linear = LINEAR[node.kind](node).linear
         is_other = node.kind == "Gemm" and (get_flag(node.node, "transA") or node.rank(0) is None)
-        if len(linear.view) != 2 or is_other or node.forms[0] is None:
-            raise Unrelated("its matrix is on the other side, or there are several")
+        if len(linear.view) != 2 or is_other:
+            raise Unrelated("its data are turned, or there are several matrices")
         return written(linear, ((), (), ()))
     if node.kind not in ("Conv", "AveragePool", "Pad"):
         raise Unrelated(f"{node.kind} is no linear operator of a sum")
@@ -306,7 +304,9 @@ class BranchSums:
         candidates = [*targets, *self._of(root.bases)]
         if not candidates:
             return None
-        other = kernel(theirs, self._channels(theirs))
+        # A weight tells the channels of its data, a mean does not.
+        shape = theirs.shape(0) or (None, None)
+        other = kernel(theirs, known_sizes(shape[1:2])[0] if theirs.kind == "AveragePool" else 0)
         inputs, rank = other.groups * other.weight.values.shape[2], len(other.window)
         for form in candidates:
             try:
@@ -319,13 +319,6 @@ class BranchSums:
             scale, shift = (_on_channels(each, rank) for each in (fit.scale, fit.shift))
             return form.scaled(scale).shifted(shift), fit
         return None
-
-    def _channels(self, theirs: Reading) -> int:
-        shape = theirs.shape(0)
-        size = shape[1] if shape is not None and len(shape) > 1 else 0
-        if theirs.kind == "AveragePool" and not isinstance(size, int):
-            raise Unrelated("the channels of its data are not known")
-        return size if isinstance(size, int) else 0
 
     def _kernel(self, form: Form, root: Form, inputs: int, rank: int, depth: int = 0) -> WrittenKernel:
         """Write out a form over a root."""

@@ -226,7 +226,7 @@ def known_sizes(sizes: Sequence[object]) -> list[int]:
     """Return sizes that are numbers. Raises Unrelated."""
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) < len(sizes):
-        raise Unrelated("channels are joined with an axis of unknown size")
+        raise Unrelated("a size is not known")
     return known
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport import tolerances
-from bnexport.errors import MalformedModelError, UnsupportedModelError
+from bnexport.errors import UnsupportedModelError
 from bnexport.graph.evaluate import FLAGS
 from bnexport.model_io import ContainedTensor, walk
+from bnexport.model_io.external import read_into
 from bnexport.model_io.validate import printable
 from bnexport.verification.proof.sides import LOOSE, ROUNDINGS, ConstantValues, Side, is_training, name_of
 
@@ -42,7 +43,7 @@ class Numbering:
         self._sides, self._exact = sides, exact
         self._next = itertools.count()
         self._by_key: dict[Hashable, tuple[int, ...]] = {}
-        self._of: tuple[dict[ir.Value, int], dict[ir.Value, int]] = ({}, {})
+        self._of: tuple[dict[ir.Value | None, int], dict[ir.Value | None, int]] = ({}, {})
         self._first: tuple[dict[int, ir.Value], dict[int, ir.Value]] = ({}, {})
         self._heads: dict[Hashable, list[tuple[ir.TensorProtocol, int]]] = {}
         self._computed: dict[Hashable, list[tuple[ir.Value, int]]] = {}
@@ -55,12 +56,18 @@ class Numbering:
         self._of[side][value] = number
         self._first[side].setdefault(number, value)
 
-    def of(self, side: int, value: ir.Value) -> int | None:
+    def of(self, side: int, value: ir.Value | None) -> int | None:
         """Return the number of a value, None where it has none yet."""
         number = self._of[side].get(value)
         if number is None and self._sides[side].constants.has(value):
             number = self._constant(side, value)
             self.set(side, value, number)
+        return number
+
+    def original(self, value: ir.Value) -> int:
+        """Return the number of a value of the original, whose nodes all get theirs before those of the other model."""
+        number = self.of(0, value)
+        assert number is not None, "its graph is not read"
         return number
 
     def first(self, side: int, number: int) -> ir.Value | None:
@@ -302,12 +309,7 @@ class TensorRows(contextlib.AbstractContextManager["TensorRows"]):
             return self._array[self._position - count : self._position]
         if self._buffer.size != count * self._row:
             self._buffer = np.empty(count * self._row, self._dtype)
-        left = self._buffer.view(np.uint8).data
-        while len(left):
-            got = self._file.readinto(left)
-            if not got:
-                raise MalformedModelError(f"a data file ends {len(left)} bytes too early; it changed while it was read")
-            left = left[got:]
+        read_into(self._file, self._buffer.view(np.uint8).data)
         return self._buffer.reshape(count, self._row)
 
 

@@ -472,7 +472,7 @@ class Reading:
         return bool(output.name and (output.uses() or output.is_graph_output()))
 
     def data(self, index: int) -> Form:
-        form = self.forms[index] if index < len(self.forms) else None
+        form = self.forms[index]
         if form is None:
             raise Unrelated(f"an operand of {self.kind} is constant, or missing")
         return form
@@ -480,9 +480,9 @@ class Reading:
     def fixed(self, index: int) -> ir.Value:
         """Return a constant operand. Raises Unrelated where it varies, or is absent."""
         value = input_at(self.node, index)
-        if value is None or not self.side.constants.has(value):
-            raise Unrelated(f"an operand of {self.kind} is not constant")
-        return value
+        if self.side.constants.has(value):
+            return value
+        raise Unrelated(f"an operand of {self.kind} is not constant")
 
     def constant(self, index: int) -> np.ndarray:
         """Return the numbers of a constant operand. Raises Unrelated where it varies."""

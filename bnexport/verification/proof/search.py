@@ -27,7 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError, UnsupportedModelError
-from bnexport.graph.nodes import Refused
+from bnexport.graph.nodes import Refused, input_at
 from bnexport.graph.shapes import Shape
 from bnexport.model_io import walk
 from bnexport.model_io.read import paused_collection
@@ -50,7 +50,17 @@ from bnexport.verification.proof.relations import (
     Unrelated,
     Violation,
 )
-from bnexport.verification.proof.sides import FOREIGN, LOOSE, ROUNDING, ROUNDINGS, Mismatch, Side, is_training, name_of
+from bnexport.verification.proof.sides import (
+    FOREIGN,
+    LOOSE,
+    ROUNDING,
+    ROUNDINGS,
+    Mismatch,
+    Side,
+    cast_target,
+    is_training,
+    name_of,
+)
 from bnexport.verification.verdict import Claim, Mark, SiteProof, Status, Verification, WindowEnd
 
 ENGINE = "local proof in float64"
@@ -70,7 +80,7 @@ _ELEMENTS = 1 << 22
 _SAME_SHAPE = ("Relu", "LeakyRelu", "Sigmoid", "Clip", "Tanh")
 _SAME_RANK = (
     *(*_SAME_SHAPE, "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "Concat", "Split", "Slice", "Pad"),
-    *("Transpose", "Resize", "DepthToSpace", "SpaceToDepth"),
+    *("Transpose", "Resize", "Upsample", "DepthToSpace", "SpaceToDepth"),
 )
 _UNDECIDED = "other parts differ, too, and may make up for it"
 _MAPS = ("BatchNormalization", "Mul", "Div", "Add", "Sub", "Sum", "Neg")
@@ -134,10 +144,9 @@ class _Proof:
         self._seconds = _allowed(sides[0]) if seconds is None else seconds
         self._end = time.thread_time() + self._seconds
         self.bases = Bases()
-        # Forms of the original's values by their numbers, and of values of the changed model that have none; why others are lost.
+        # Forms of the original's values by their numbers, and of values of the changed model that have none.
         self._forms: dict[int, Form] = {}
         self._theirs: dict[ir.Value, Form] = {}
-        self._lost: dict[ir.Value, str] = {}
         self._families: dict[frozenset[int], list[int]] = {}
         self._nodes: dict[Hashable, list[Reading]] = {}
         self._cores: dict[Hashable, int] = {}
@@ -151,7 +160,7 @@ class _Proof:
         self._special: dict[Hashable, list[ir.Node]] = {}
         self._taken: dict[ir.Node, ir.Node] = {}
         self._bodies: dict[Hashable, _Graphs | None] = {}
-        self._twins = _twins(sides)
+        self._twins: dict[ir.Node, ir.Node] = {}
         self._outputs: dict[ir.Value, ir.Value] = {}
         self._named: dict[str, ir.Value] = {}
         # Whether a limit was reached, and whether equal weights count as rounded.
@@ -194,14 +203,9 @@ class _Proof:
         if self._is_rounded:
             return False
         for place in places:
-            pair = [each.node.inputs[place] if each.has(place) else None for each in (mine, theirs)]
-            if pair[0] is not None and mine.side.constants.has(pair[0]):
-                numbers = [
-                    self._numbers.of(each.side.place, value)
-                    for each, value in zip((mine, theirs), pair, strict=True)
-                    if value
-                ]
-                return pair[1] is not None and numbers[0] == numbers[1]
+            one, two = (input_at(each.node, place) for each in (mine, theirs))
+            if mine.side.constants.has(one):
+                return self._numbers.of(mine.side.place, one) == self._numbers.of(theirs.side.place, two)
         return False
 
     # The original, read when the changed model first differs.
@@ -210,7 +214,7 @@ class _Proof:
         while self._unread:
             node = self._unread.popleft()
             self._check_time()
-            numbers = [self._numbers.of(0, value) for value in node.outputs]
+            numbers = [self._numbers.original(value) for value in node.outputs]
             if numbers[0] in self._forms:
                 continue
             lemma = _lemma(node)
@@ -219,10 +223,10 @@ class _Proof:
             data = self._data(node)
             for place, (number, value) in enumerate(zip(numbers, node.outputs, strict=True)):
                 if place < len(forms):
-                    self._forms[number] = forms[place]  # type: ignore[index]
-                    self._families.setdefault(forms[place].bases, []).append(number)  # type: ignore[arg-type]
+                    self._forms[number] = forms[place]
+                    self._families.setdefault(forms[place].bases, []).append(number)
                 else:
-                    self._add_base(number, value, self._guess(node, data))  # type: ignore[arg-type]
+                    self._add_base(number, value, self._guess(node, data))
 
     def _forms_of(self, node: ir.Node, lemma: Lemma) -> list[Form]:
         """Return the original's values as maps of others, none where they are bases; a node is one to be compared with."""
@@ -280,7 +284,7 @@ class _Proof:
 
     def made(self, reading: Reading, place: int) -> int:
         """Return the number of an output of the original's node."""
-        return reading.made[place] if reading.made else self._numbers.of(0, reading.node.outputs[place])  # type: ignore[return-value]
+        return reading.made[place] if reading.made else self._numbers.original(reading.node.outputs[place])
 
     def _add_base(self, number: int, value: ir.Value, guess: Shape | None = None) -> None:
         if number not in self._forms:
@@ -309,9 +313,9 @@ class _Proof:
         return shape if shape is not None else (None,) * rank
 
     def _constant_shape(self, node: ir.Node, place: int) -> tuple[int, ...] | None:
-        constants, value = self._sides[0].constants, node.inputs[place] if place < len(node.inputs) else None
+        constants, value = self._sides[0].constants, input_at(node, place)
         with contextlib.suppress(UnsupportedModelError):  # its numbers may overflow, or be too many
-            return constants.shape(value) if value is not None and constants.has(value) else None
+            return constants.shape(value) if constants.has(value) else None
         return None
 
     def _asked_shape(self, value: ir.Value) -> Shape | None:
@@ -319,13 +323,8 @@ class _Proof:
         pending = [value]
         for each in pending:
             for use in each.uses() if len(pending) < _CANDIDATES else ():
-                weight = use.node.inputs[1] if len(use.node.inputs) > 1 else None
-                if (
-                    use.idx == 0
-                    and use.node.op_type == "Conv"
-                    and weight is not None
-                    and self._sides[0].constants.has(weight)
-                ):
+                weight = input_at(use.node, 1)
+                if use.idx == 0 and use.node.op_type == "Conv" and self._sides[0].constants.has(weight):
                     return (None,) * len(self._sides[0].constants.shape(weight))
                 if use.idx == 0 and use.node.op_type == "BatchNormalization":
                     pending.append(use.node.outputs[0])
@@ -354,7 +353,7 @@ class _Proof:
         number = self._numbers.of(side, value)
         form = self._theirs.get(value) if number is None else self._forms.get(number)
         if form is None:
-            raise Unrelated(self._lost.get(value, "its data are not known"))
+            raise Unrelated("its data are not known")
         return form
 
     def _key(self, node: Reading, lemma: Lemma) -> Hashable:
@@ -411,7 +410,7 @@ class _Proof:
             else:
                 self._relate(node, pair)
             for value in node.outputs:
-                if not self._is_known(value) and (value.uses() or value.is_graph_output()):
+                if not (self._has(value) or value in self._theirs) and (value.uses() or value.is_graph_output()):
                     self._settle(value, pair, Unrelated("the original has no counterpart of it"))
         if len(pair.graphs[0].outputs) != len(pair.graphs[1].outputs):
             return f"the outputs of {pair.graphs[0].name or 'a body'!r} changed"
@@ -419,9 +418,6 @@ class _Proof:
             if not self._is_equal(mine, theirs) and not self._settle(theirs, pair, None, self._source(mine)):
                 return self._became(mine, theirs)
         return ""
-
-    def _is_known(self, value: ir.Value) -> bool:
-        return self._has(value) or value in self._theirs or value in self._lost
 
     def _has(self, value: ir.Value) -> bool:
         return self._numbers.of(1, value) is not None
@@ -439,9 +435,7 @@ class _Proof:
                     raise self._demanded(node)
                 return self._apply(node, lemma)
             except _Demand as demand:
-                if not self._settle(demand.value, pair, None):
-                    return self._lose(node, f"{printable(name_of(node))} ({node.op_type}) needs an equal operand")
-                if self._numbers.number(1, node):
+                if not self._settle(demand.value, pair, None) or self._numbers.number(1, node):
                     return
             except _NOTHING as error:
                 asked = self._asked_to_be_equal(node, error, pair)
@@ -478,7 +472,7 @@ class _Proof:
         with contextlib.suppress(*_NOTHING, _Demand):
             self._apply(node, lemma)
         self._is_rounded = False
-        is_equal = self._numbers.of(0, mine) == self._numbers.of(1, node.outputs[0])
+        is_equal = self._numbers.original(mine) == self._numbers.of(1, node.outputs[0])
         self._theirs.pop(node.outputs[0], None)
         if not is_equal:
             del self._proofs[known[0] :], self._doubts[known[1] :]
@@ -487,7 +481,7 @@ class _Proof:
                 self._theirs[node.outputs[0]] = form  # type: ignore[assignment]
                 return False
         for each in self._copies(1, node.outputs[0]):
-            self._numbers.set(1, each, self._numbers.of(0, mine) if is_equal else number)  # type: ignore[arg-type]
+            self._numbers.set(1, each, self._numbers.original(mine) if is_equal else number)  # type: ignore[arg-type]
         return is_equal
 
     def _original_node(self, theirs: ir.Value) -> ir.Node | None:
@@ -509,13 +503,7 @@ class _Proof:
     def _demanded(self, node: ir.Node) -> Exception:
         """Return what an operator without a lemma lacks: equal operands, or a counterpart."""
         value = next((each for _, each in self._sides[1].data(node) if each.name and not self._has(each)), None)
-        if value is None:
-            return Unrelated("the original has no counterpart of it")
-        return Unrelated(self._lost[value]) if value in self._lost else _Demand(value)
-
-    def _lose(self, node: ir.Node, reason: str) -> None:
-        for value in node.outputs:
-            self._lost[value] = reason
+        return Unrelated("the original has no counterpart of it") if value is None else _Demand(value)
 
     def _apply(self, node: ir.Node, lemma: Lemma) -> None:
         """Apply a lemma to a node of the changed model. Raises Unrelated."""
@@ -565,13 +553,13 @@ class _Proof:
                 if use.node.op_type == "Sub" and use.idx == 1:
                     sign, rest = -sign, rest.scaled(-ONE)
                 factor = -ONE if use.node.op_type == "Sub" and use.idx == 0 else ONE
-                if other is not None and self._sides[1].constants.has(other):
+                if self._sides[1].constants.has(other):
                     rest = rest.shifted(self.parameter(self._sides[1], other) * factor)
                 else:
                     rest = rest.plus(self._form(1, other).scaled(factor))  # type: ignore[arg-type]
                 mine = self._named.get(str(value.name))
                 if mine is not None:
-                    own = self._known(self._numbers.of(0, mine))  # type: ignore[arg-type]
+                    own = self._known(self._numbers.original(mine))
                     family = self._families.get(own.bases, ())[-_CANDIDATES:]
                     found += [self._forms[each].plus(rest.scaled(-ONE)).scaled(sign) for each in family]
         return [dataclasses.replace(each, span=()) for each in reversed(found)]
@@ -629,7 +617,7 @@ class _Proof:
         dtype, constants = self._sides[0].shapes.dtype(value), self._sides[0].constants
         if dtype is not None:
             return ROUNDING[dtype][0] if dtype in ROUNDING else 0.0
-        values = (each for node in nodes for each in node.inputs if each is not None and constants.has(each))
+        values = (each for node in nodes for each in node.inputs if constants.has(each))
         return max((constants.roundoff(each)[0] for each in values), default=0.0)
 
     @property
@@ -640,10 +628,9 @@ class _Proof:
         """Take a value for its counterpart, and say how they differ. error: why it is not related. Whether there is one."""
         self._read_original()
         mine = mine or self._counterpart(theirs, pair, error)
-        number = None if mine is None else self._numbers.of(0, mine)
-        if mine is None or number is None:
-            self._lost[theirs] = str(error or "it is not equal to what is read in its place")
+        if mine is None:
             return False
+        number = self._numbers.original(mine)
         is_open = self._numbers.of(1, theirs) is None or self._numbers.of(1, theirs) != number
         if error is None:
             try:
@@ -814,8 +801,7 @@ class _Proof:
         return False
 
     def _is_equal(self, mine: ir.Value, theirs: ir.Value) -> bool:
-        number = self._numbers.of(0, mine)
-        return number is not None and number == self._numbers.of(1, theirs)
+        return self._numbers.original(mine) == self._numbers.of(1, theirs)
 
     def _became(self, mine: ir.Value, theirs: ir.Value) -> str:
         """Tell the first difference that was found, or that of two outputs."""
@@ -871,7 +857,7 @@ class _Proof:
         return next((mine for mine in found if self._bases_of(mine) in bases), found[0] if found else None)
 
     def _bases_of(self, mine: ir.Value) -> frozenset[int] | None:
-        form = self._forms.get(self._numbers.of(0, mine))  # type: ignore[arg-type]
+        form = self._forms.get(self._numbers.original(mine))
         return None if form is None else form.bases
 
     def _read_by_twins(self, theirs: ir.Value) -> Iterator[ir.Value | None]:
@@ -886,8 +872,7 @@ class _Proof:
 
     def _is_open(self, mine: ir.Value) -> bool:
         """Whether no value of the changed model is known to equal this one."""
-        number = self._numbers.of(0, mine)
-        return number is not None and self._numbers.first(1, number) is None
+        return self._numbers.first(1, self._numbers.original(mine)) is None
 
     def _source(self, mine: ir.Value | None) -> ir.Value | None:
         """Return what a value of the original is a copy of."""
@@ -949,6 +934,7 @@ class _Proof:
 
     def _pair(self, mine: ir.Graph, theirs: ir.Graph) -> _Graphs:
         """Give numbers to the original's graph, and the inputs of the other one alike."""
+        self._twins.update(_twins(self._sides, (mine, theirs)))
         self._outputs.update(zip(theirs.outputs, mine.outputs, strict=False))
         for one, two in zip(self._given(0, mine), self._given(1, theirs), strict=True):
             number = self._numbers.fresh()
@@ -981,13 +967,11 @@ class _Proof:
         if not is_copy(self._sides[side], node):
             return False
         source, target = node.inputs[0], node.outputs[0]
-        number = self._numbers.of(side, source)  # type: ignore[arg-type]
+        number = self._numbers.of(side, source)
         if number is not None:
             self._numbers.set(side, target, number)
         elif source in self._theirs:
             self._theirs[target] = self._theirs[source]
-        elif source in self._lost:
-            self._lost[target] = self._lost[source]
         return True
 
     def _match(self, node: ir.Node, depth: int) -> None:
@@ -997,7 +981,7 @@ class _Proof:
         for mine in self._special.get(key, ()) if key is not None else ():
             if self._taken.setdefault(mine, node) is node and self._same_bodies(mine, node, depth):
                 for one, two in zip(mine.outputs, node.outputs, strict=False):
-                    self._numbers.set(1, two, self._numbers.of(0, one))  # type: ignore[arg-type]
+                    self._numbers.set(1, two, self._numbers.original(one))
                 return
 
     def _same_bodies(self, mine: ir.Node, theirs: ir.Node, depth: int) -> bool:
@@ -1144,7 +1128,7 @@ class _Proof:
                 scope = self._sides[0].scopes[node.graph]  # type: ignore[index]
                 if is_copy(self._sides[0], node) or (scope, printable(name_of(node))) in owners:
                     continue
-                if window.proof.error or any(value is not None and has(value) for value in node.inputs):
+                if window.proof.error or any(map(has, node.inputs)):
                     return f"{printable(name_of(node))} ({node.op_type}) is computed in another way, and belongs to no site"
         return ""
 
@@ -1238,11 +1222,7 @@ def is_copy(side: Side, node: ir.Node) -> bool:
     if source is None or side.constants.has(source) or any(value.name and value.uses() for value in node.outputs[1:]):
         return False
     if node.op_type == "Cast":
-        return (
-            "to" in node.attributes
-            and source.dtype is not None
-            and node.attributes["to"].as_int() == source.dtype.value
-        )
+        return source.dtype is not None and source.dtype is cast_target(node)
     return node.op_type == "Identity" or side.is_inference_dropout(node)
 
 
@@ -1259,12 +1239,13 @@ def _needed(graph: ir.Graph) -> set[ir.Node]:
     return found
 
 
-def _twins(sides: tuple[Side, Side]) -> dict[ir.Node, ir.Node]:
-    """Return the nodes of the original that have the names of the changed model's."""
-    names: dict[tuple[str, str], tuple[list[ir.Node], list[ir.Node]]] = {}
-    for index, side in enumerate(sides):
-        for node in side.order:
-            names.setdefault((side.scopes[node.graph], name_of(node)), ([], []))[index].append(node)  # type: ignore[index]
+def _twins(sides: tuple[Side, Side], graphs: tuple[ir.Graph, ir.Graph]) -> dict[ir.Node, ir.Node]:
+    """Return the nodes of the original's graph that have the names of the other one's."""
+    names: dict[str, tuple[list[ir.Node], list[ir.Node]]] = {}
+    for index, (side, graph) in enumerate(zip(sides, graphs, strict=True)):
+        for node in graph:
+            if node in side.order:
+                names.setdefault(name_of(node), ([], []))[index].append(node)
     return {
         theirs: mine
         for pair in names.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from bnexport.errors import UnsupportedModelError
 from bnexport.graph.constants import Constants
 from bnexport.graph.evaluate import constant_tensor, evaluate, expression, widened
-from bnexport.graph.nodes import Refused, opsets
+from bnexport.graph.nodes import Refused, input_at, opsets
 from bnexport.graph.nodes import is_training as normalises_batches
 from bnexport.graph.shapes import Shapes
 from bnexport.model_io import ContainedTensor, walk
@@ -70,7 +71,7 @@ class ConstantValues:
         ):
             self._computed.update(node.outputs)
 
-    def has(self, value: ir.Value) -> bool:
+    def has(self, value: ir.Value | None) -> TypeGuard[ir.Value]:
         """Whether the value is the same for all inputs of the model."""
         return value in self._leaves or value in self._computed
 
@@ -201,6 +202,19 @@ def name_of(node: ir.Node) -> str:
     return node.name or f"{node.op_type} -> {next((value.name for value in node.outputs if value.name), '')}"
 
 
+def int_of(node: ir.Node, name: str) -> int | None:
+    """Return an attribute that is a number of its own; None where it is absent, given by a function's caller or of another type."""
+    attribute = node.attributes.get(name)
+    return attribute.value if attribute is not None and attribute.type is ir.AttributeType.INT else None
+
+
+def cast_target(cast: ir.Node) -> ir.DataType | None:
+    """Return the type that a Cast names; None where it names none."""
+    with contextlib.suppress(ValueError):
+        return ir.DataType(int_of(cast, "to"))  # type: ignore[arg-type]
+    return None
+
+
 def is_training(node: ir.Node, version: int) -> bool:
     """Whether a BatchNormalization uses the statistics of the batch. version: of the opset.
 
@@ -268,8 +282,7 @@ class Side:
         """Whether a Dropout copies its input: by its attribute before opset 7, by its third input from 12 on."""
         version = self.constants.version(node)
         if version < 7:
-            test = node.attributes.get("is_test")
-            return test is not None and not test.is_ref() and bool(test.as_int())
+            return bool(int_of(node, "is_test"))
         training = node.inputs[2] if len(node.inputs) > 2 else None
         if training is None or not training.name:
             return True
@@ -279,8 +292,7 @@ class Side:
         """Return the type that a Cast or CastLike makes, None where it is not known."""
         if cast.op_type == "CastLike":
             return self.shapes.dtype(cast.inputs[1]) if len(cast.inputs) > 1 and cast.inputs[1] is not None else None
-        target = cast.attributes.get("to")
-        return None if target is None or target.is_ref() else ir.DataType(target.as_int())
+        return cast_target(cast)
 
     def stored_error(self, value: ir.Value) -> tuple[float, float]:
         """Return how far a constant may be off, as a share of each number and beyond it.
@@ -297,13 +309,10 @@ class Side:
 
     def kernel(self, node: ir.Node) -> tuple[int, ...] | None:
         """Return the spatial sizes of a constant weight."""
-        weight = node.inputs[1] if len(node.inputs) > 1 else None
-        if weight is None or not self.constants.has(weight):
-            return None
-        try:
-            return self.constants.shape(weight)[2:]
-        except UnsupportedModelError:
-            return None
+        weight = input_at(node, 1)
+        with contextlib.suppress(UnsupportedModelError):
+            return self.constants.shape(weight)[2:] if self.constants.has(weight) else None
+        return None
 
     def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
         """Yield the inputs of a node that are not constant, with their places; without those that bodies read."""

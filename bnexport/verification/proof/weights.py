@@ -92,8 +92,6 @@ def relate(mine: Linear, theirs: Linear, hints: Iterable[Numbers] = ()) -> Fit:
     """hints: what r may be, over the outputs. Raises Violation, or Unrelated where the operators have other forms."""
     if mine.view != theirs.view or mine.out != theirs.out:
         raise Unrelated("their weights have other shapes")
-    if len(mine.scales) != len(theirs.scales):
-        raise Unrelated("they depend on other values")
     pair = _Pair(mine, theirs)
     if pair.is_same:
         return pair.finished(ONE, np.ones(()))

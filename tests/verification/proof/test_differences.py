@@ -15,7 +15,7 @@ from bnexport import verify
 from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from bnexport.verification.proof import weights
+from bnexport.verification.proof import search, weights
 from tests.support.claims import outcome, prove_claims
 from tests.support.onnx_text import array_of, model, with_arrays
 
@@ -171,8 +171,9 @@ def many_layers(seed: int, layers: int = 24) -> onnx.ModelProto:
     return model(text, seed=seed)
 
 
-@pytest.mark.parametrize(("layers", "words"), [(24, ""), (80, "in more places than are tried")])
-def test_another_network_is_given_up(layers: int, words: str) -> None:
+@pytest.mark.parametrize(("limit", "layers", "words"), [(64, 24, ""), (3, 3, "in more places than are tried")])
+def test_another_network_is_given_up(monkeypatch: pytest.MonkeyPatch, limit: int, layers: int, words: str) -> None:
+    monkeypatch.setattr(search, "_DOUBTS", limit)
     verdict = verify(many_layers(0, layers), many_layers(1, layers), method="local")
     assert verdict.status == "not_verified"
     assert words in verdict.reason and (words or verdict.another)
@@ -212,15 +213,31 @@ def test_a_thousand_equal_layers_are_not_compared_each_with_all(
 
 
 def test_branches_that_are_exchanged() -> None:
-    """A file may hold the attributes of an If in any order: their names say which branch is which."""
-    source = model("""g (float[N,4] x, bool c) => (float[N,4] y) { y = If (c) <
-        then_branch = t () => (float[N,4] a) { a = Neg (x) }, else_branch = e () => (float[N,4] b) { b = Relu (x) }> }""")
-    first, second = copy.deepcopy(source), copy.deepcopy(source)
+    """A file may hold the attributes of an If in any order: their names say which branch is which, also of nodes of one name."""
+    source = model("""g (float[N,4] x, bool g) => (float[N,4] y) { y = If (g) <
+        then_branch = t () => (float[N,4] a) { c = Gemm (x, w:4.4) r = Relu (c) a = Gemm (r, v:4.4) },
+        else_branch = e () => (float[N,4] b) { c = Gemm (x, u:4.4) r = Relu (c) b = Gemm (r, s:4.4) }> }""")
+    first, second = scaled(source, w=2, v=0.5, u=4, s=0.25), copy.deepcopy(source)
     first.graph.node[0].attribute.reverse()
     for branch in second.graph.node[0].attribute:
         branch.name = "else_branch" if branch.name == "then_branch" else "then_branch"
     assert verify(source, first, method="local").passed
     assert verify(source, second, method="local").status == "not_verified"
+
+
+def test_the_fold_behind_another_difference_is_proved() -> None:
+    """What differs is taken for its counterpart, which has the same size."""
+    text = "g (float[N,8,L] x, float[N,4,L] u) => (float[] y) <float[N,4,L] a, float[N,8,L] {}> {{ {} y = Add (n, r) }}"
+    beside = "a = Abs (u) r = Conv (a, t:4.4.1)"
+    source = model(
+        text.format("z", f"{beside} z = InstanceNormalization (x, s:8, b:8) c = Conv (z, w:4.8.1) n = Norm (c, p:4)")
+    )
+    factor, shift = map_of(source)
+    other = f"e = InstanceNormalization <epsilon = 0.1> (x, s, b) n = Conv (e, w, h) {beside}"
+    values = {name: array_of(source, name) for name in "tsb"}
+    values |= {"w": array_of(source, "w") * factor[:, None, None], "h": shift}
+    verdict = verify(source, model(text.format("e", other), values=values), method="local")
+    assert outcome(verdict) == ("not_verified", ONE) and "'epsilon' changed" in verdict.another
 
 
 def test_a_default_written_out_on_the_way_of_a_fold_changes_nothing() -> None:
