@@ -257,6 +257,9 @@ class TestWrite:
         monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
         with pytest.raises(StorageError, match="No space left on device"):
             save(made, tmp_path / "m.onnx")
+        monkeypatch.setattr(os, "mkdir", fails(errno.ENOSPC))
+        with pytest.raises(StorageError, match="No space left on device"):
+            save(source(), tmp_path / "m.onnx")
         assert to_proto(load(tmp_path / "m.onnx")) == to_proto(made)
 
     def test_a_model_past_protobuf_without_its_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

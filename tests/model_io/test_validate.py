@@ -205,16 +205,19 @@ ACCEPTED: dict[str, Callable[[onnx.ModelProto], object]] = {
     "a scalar": weight(dims=(), raw_data=bytes(4)),
     **IN_FIELDS,
     "external": weight(**EXTERNAL),
-    "two overloads": lambda p: p.functions.add().CopyFrom(
-        make.make_function("local", "F", ["a"], ["b"], [make.make_node("Relu", ["a"], ["b"])], [], overload="2")
-    ),
+    "two overloads": lambda p: p.functions.append(
+        make.make_function("local", "F", ["a"], ["b"], [make.make_node("Relu", ["a"], ["b"])], [], overload="2")),
     "functions that share one": recursive(("G", "F"), ("H", "F"), ("K", "G")),
+    # 2 ** 50 ways from the first to the last.
+    "functions that share many": lambda p: p.functions.extend(make.make_function("local", f"{name}{level}", ["a"], [*"bc"],
+        [make.make_node(f"{other}{level + 1}", ["a"], [to], domain="local") for other, to in ("Gb", "Hc")], [])
+        for level in range(50) for name in "GH"),
     "no outputs in another domain": lambda p: p.graph.node.add(op_type="Print", input=["z"], domain="debug"),
     "absent input and output": lambda p: p.graph.node.add(op_type="A", input=["", "z"], output=["", "o"], domain="d"),
     "an initializer that is an input": lambda p: p.graph.input.add(name="w"),
     "a name of the outside, defined inside": lambda p: body_of(p).node.add(op_type="Relu", input=["t"], output=["y"]),
     "a tensor that the caller gives": lambda p: attribute(p, type=onnx.AttributeProto.TENSOR, ref_attr_name="size"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
