@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import bnexport
+from bnexport.cli import doctor
+from bnexport.errors import LibraryError
 from models.resnet import ResNet
 from tests.support import warm
 from tests.support.onnx_text import array_of
@@ -122,6 +124,12 @@ def test_doctor_looks_deeper_on_request(call, deep):
     assert checks["registration in ONNX Runtime"]["ok"]
     assert ("operators in torch" in checks) is deep
     assert not deep or (checks["operators in torch"]["ok"] and checks["torch"]["value"] == torch.__version__)
+
+
+def test_an_operator_that_computes_something_else(monkeypatch):
+    monkeypatch.setattr(bnexport.SyncBatchNorm, "forward", lambda self, x: x + 1)
+    with pytest.raises(LibraryError, match="expected 0"):
+        doctor._torch_operator()
 
 
 def test_a_library_that_cannot_be_loaded(tmp_path):

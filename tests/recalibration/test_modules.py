@@ -127,6 +127,14 @@ def test_sums_are_float64_whatever_the_type(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(report.layers[0].new_var, values.var(1).numpy(), rtol=1e-7)
 
 
+def test_layers_that_run_in_another_order_than_they_stand() -> None:
+    parts = {"last": nn.BatchNorm2d(2), "first": nn.BatchNorm2d(2)}
+    model = compose(lambda self, x: self.last(self.first(x)), **parts).double()
+    expected = joint(model, rows())
+    bnexport.recalibrate(model, [rows()])
+    assert_statistics(model, expected, 1e-12)
+
+
 def test_a_layer_that_runs_twice_gets_all_its_inputs() -> None:
     x, y = rows()[:, :, 0, 0], rows(seed=5)[:, :, 0, 0]
     model = compose(lambda self, x, y: self.norm(x) + self.norm(y), norm=nn.BatchNorm1d(2).double())
