@@ -62,6 +62,9 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "m.onnx", mode="custom_op")
     (folder / "cut.onnx").write_bytes((folder / "m.onnx").read_bytes()[:4000])
+    pairs = {"one": "a.onnx", "two": "a.onnx b.onnx", "none": "\n# none", "open": "a.onnx 'b.onnx"}
+    for name, text in pairs.items():
+        (folder / f"{name}.txt").write_text(f"{text}\n")
     (folder / "m.ort").write_bytes(b"\x18\0\0\0ORTM" + b"\0" * 64)
     (folder / "text").write_text("no model, no array, no checkpoint")
     bad = (
@@ -83,6 +86,7 @@ BEGINNINGS = {
     "FIXED": f"export {HERE}:Fixed o.onnx -i x:2,3,4,4 --exporter torchscript",
     "STEP": f"train-export {HERE}:tiny o.onnx -i x:1",
     "HERE": HERE,
+    "LONG": "a" * 240,
 }
 
 

@@ -67,21 +67,3 @@ def test_every_pair_has_a_row(
     assert [command[7] for command in ran] == ["c.onnx", "b.onnx"] and rows[1]["b"] == "moved.onnx"
     code, rows = run("--seed", "3")
     assert len(ran) == 2 and all(row["seen"] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("lines", "arguments", "message"),
-    [
-        ("a.onnx\n", [], "--manifest: pairs.txt, line 1: got 'a.onnx', expected A B and options behind them"),
-        ("\n# none\n", [], "--manifest: pairs.txt has no pairs"),
-        ("a.onnx 'b.onnx\n", [], "line 1: No closing quotation"),
-        ("a.onnx b.onnx\n", ["a.onnx", "b.onnx"], "--manifest: got A as well"),
-        ("a.onnx b.onnx\n", ["--json", "x.npy"], "no result of an earlier --manifest"),
-    ],
-)
-def test_bad_manifests(
-    folder: Path, capsys: pytest.CaptureFixture[str], lines: str, arguments: list[str], message: str
-) -> None:
-    Path("pairs.txt").write_text(lines)
-    assert main(["verify", "--manifest", "pairs.txt", *arguments]) == 2
-    assert message in capsys.readouterr().err

@@ -33,14 +33,6 @@ def test_a_link_to_nothing_is_a_file_that_exists(net, call):
     assert code == 2 and "OUT: " in err and "exists; write to another file, or replace it with --overwrite" in err
 
 
-@pytest.mark.parametrize("length", [240, 300])
-def test_a_name_that_is_too_long(net, length, call):
-    name = "a" * length + ".onnx"
-    code, _, err = call("fold", net / "m.onnx", net / name)
-    assert code == 2 and f"OUT: got a file name of {length + 5} bytes, expected at most 220" in err
-    assert call("fold", net / name, net / "o.onnx")[0] == 2
-
-
 def test_a_file_without_statistics_stays_the_same(net, call):
     call("fold", net / "m.onnx", net / "f.onnx")
     code, _, err = call("recalibrate", net / "f.onnx", net / "o.onnx", "-i", f"image:{net / 'rows.npy'}")
