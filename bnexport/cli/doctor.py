@@ -38,7 +38,7 @@ class Check:
     ok: bool | None
 
 
-def examine(*, deep: bool = False) -> list[Check]:
+def examine(*, deep: bool) -> list[Check]:
     """Check versions, the libraries, ONNX Runtime's providers and CUDA.
 
     deep: import each package, and run a batch norm of torch and one in ONNX Runtime; else versions are read from the

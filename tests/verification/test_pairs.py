@@ -81,10 +81,11 @@ def test_other_names_are_matched_by_position() -> None:
     assert _described([ir.val(f"v{index}") for index in range(9)]).count("v") == 8
 
 
-def test_another_shape_is_no_match() -> None:
+def test_another_type_is_no_match() -> None:
     first = ir.from_proto(model(BODY.format(*"xvy")))
-    for shape, said in (("N,4", "matched by position: w as v"), ("N,4,1", ""), ("N,5", "")):
-        assert match(first, ir.from_proto(model(BODY.format(*"xwy").replace("N,4", shape))))[2] == said
+    for kind in ("float[N,4]", "float[N,4,1]", "float[N,5]", "double[N,4]", "seq(float[N,4])"):
+        other = ir.from_proto(model(BODY.format(*"xwy").replace("float[N,4]", kind)))
+        assert match(first, other)[2] == "matched by position: w as v" * (kind == "float[N,4]")
 
 
 def test_it_is_said_where_the_reference_was_converted() -> None:

@@ -11,7 +11,7 @@ from bnexport import verify
 from bnexport.folding import fold
 from bnexport.runtime.engine import Serialised
 from bnexport.verification.file_job import FileJob
-from bnexport.verification.probing import find_parted, without_masked
+from bnexport.verification.probing import find_front, find_parted, without_masked
 from tests.support.onnx_text import array_of, model, with_arrays
 
 HEAD = """g (float16[N,3,H,W] x) => (int64[{}] y) {{ c = Conv <pads = [1, 1, 1, 1]> (x, w:16.3.3.3) b = Norm (c, p:16)
@@ -140,6 +140,13 @@ def test_the_candidate_may_make_the_output_in_another_way(name: str) -> None:
 )
 def test_which_outputs_have_parts(nodes: str, places: list[int]) -> None:
     assert [each.output_axis for each in find_parted(ir.from_proto(built(nodes)))] == places
+
+
+@pytest.mark.parametrize(("count", "found"), [(7, True), (8, False)])
+def test_a_function_behind_so_many_nodes(count: int, found: bool) -> None:
+    last = "".join(f" v{i + 1} = Identity (v{i})" for i in range(count - 1)) + f" y = Identity (v{count - 1})"
+    one, two = (ir.from_proto(built(f"v0 = {each}{last}")) for each in ("Sigmoid (b)", "Concat <axis = 1> (b, s)"))
+    assert [find_front(one.graph.outputs[0]) is not None, bool(find_parted(two))] == [found] * 2
 
 
 def test_a_constant_part_decides_nothing_on_smaller_inputs() -> None:

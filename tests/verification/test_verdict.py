@@ -48,9 +48,7 @@ def test_a_summary_names_the_output_nearest_to_its_bound() -> None:
     # What has no engine is not passed.
     assert not Verification.skipped("no engine")
     assert Verification.skipped("no engine").summary() == "not verified: no engine; 0 folds proved, 0 compared only"
-
-
-def test_a_value_beyond_the_table_is_nearer_than_one_within_it() -> None:
+    # A value beyond the table is nearer than one within it.
     beyond = dataclasses.replace(GOOD, name="beyond", bound="float64", max_abs_diff=1e-8)
     assert "'beyond'" in Verification.of([GOOD, beyond]).summary()
 
