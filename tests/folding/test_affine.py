@@ -54,12 +54,11 @@ def test_slices_and_repeats() -> None:
 
 
 def test_a_vector_may_cancel_but_not_flush() -> None:
-    half = np.dtype(np.float16)
-    assert round_vector(np.array([1e-12]), half, "bias", magnitude=np.array([1.0])) == 0
-    with pytest.raises(Refused, match="flush"):
-        round_vector(np.array([1e-12]), half, "bias", magnitude=np.array([1e-12]))
-    with pytest.raises(Refused, match="flush"):
-        round_vector(np.array([1e-12]), half, "bias")
+    half, tiny = np.dtype(np.float16), np.array([1e-12])
+    assert round_vector(tiny, half, "bias", magnitude=np.array([1.0])) == 0
+    for magnitude in (tiny, None):
+        with pytest.raises(Refused, match="flush"):
+            round_vector(tiny, half, "bias", magnitude=magnitude)
 
 
 def test_a_small_weight_may_stay_but_not_shrink() -> None:

@@ -181,6 +181,7 @@ def test_how_sites_are_reported() -> None:
         elif "Norm" not in case.nodes:
             assert bool(outcomes) == (not name.startswith("stays")), name
             assert name != "conv-add" or outcomes == [("folded", True)]
+    assert all(len(fold(case.model(), verify=False).report.sites) == 1 for case in TABLES["unmerged"].values())
     assert fold(CORPUS["lone-conv-add"].model()).report.summary() == "no batch norms; 1 other scale or shift folded"
 
 

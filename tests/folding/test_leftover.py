@@ -81,9 +81,8 @@ def random_chain(seed: int, norms: bool = False) -> onnx.ModelProto:
             nodes.append(f"{kind} ({', '.join(operands[:: -1 if turned else 1])})")
         if norms and generator.random() < 0.5:
             nodes[-1] = f"{nodes[-1]} v{i + 1} = Norm (u{i}, p{i}:{channels})"
-    text = " ".join(
-        f"{'u' if 'Norm' in node else 'v'}{i + ('Norm' not in node)} = {node}" for i, node in enumerate(nodes)
-    )
+    steps = (f"{'u' if 'Norm' in node else 'v'}{i + ('Norm' not in node)} = {node}" for i, node in enumerate(nodes))
+    text = " ".join(steps)
     return model(f"g (float[N,6,5,5] v0) => (y) {{ {text} y = Identity (v{len(nodes)}) }}", seed=seed)
 
 

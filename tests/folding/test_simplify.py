@@ -13,6 +13,8 @@ from bnexport import verify
 from bnexport.cli import main
 from bnexport.errors import VerificationError
 from bnexport.folding import fold
+from bnexport.graph import simplify
+from bnexport.model_io.read import as_model
 from tests.support.onnx_text import model, operators_of, run
 
 SOURCE = model("""g (float[N,6,8,8] x) => (float[N,C,A,B] y) {
@@ -57,9 +59,15 @@ def test_constants_that_onnx_reference_computes_wrongly_stay(node: str, opset: i
     assert not result.report.changed or result.report.verification.passed
 
 
-def test_whole_models_are_compared_whatever_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.graph import simplify
+def test_outputs_that_a_pass_made_one_value() -> None:
+    graph = as_model(model("g (float[N,4] x) => (float[N,4] t) { t = Relu (x) }")).graph
+    graph.outputs[:] = [graph.outputs[0], graph.outputs[0], graph.inputs[0]]
+    simplify._restore_outputs(graph, ["y", "z", "w"])
+    assert [output.name for output in graph.outputs] == ["y", "z", "w"]
+    assert [node.op_type for node in graph] == ["Relu", "Identity", "Identity"] and graph.inputs[0].name == "x"
 
+
+def test_whole_models_are_compared_whatever_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = simplify.simplify
 
     def wrong(graph) -> None:

@@ -51,17 +51,11 @@ def test_the_mode_is_onnx_runtimes(opset: int, outputs: str, attributes: str) ->
     assert_near(run(proto, inputs)[0], (scale * (x - mean) / np.sqrt(var + 1e-5) + bias).astype(np.float32))
 
 
-@pytest.mark.parametrize("opset", [1, 6])
-@pytest.mark.parametrize("outputs", ["y", FIVE])
-def test_is_test_decides_below_opset_7(opset: int, outputs: str) -> None:
-    assert mode(opset, outputs)
-    assert mode(opset, outputs, "<is_test=0>")
-    assert not mode(opset, outputs, "<is_test=1>")
-
-
-def test_outputs_without_a_name_are_absent() -> None:
-    assert not mode(9, "y, , , , ")
-    assert mode(9, "y, , , , d")
+def test_is_test_decides_below_opset_7_and_outputs_with_a_name_behind_it() -> None:
+    for opset, outputs in ((1, "y"), (1, FIVE), (6, "y"), (6, FIVE)):
+        modes = [mode(opset, outputs, attribute) for attribute in ("", "<is_test=0>", "<is_test=1>")]
+        assert modes == [True, True, False], (opset, outputs)
+    assert [mode(9, outputs) for outputs in ("y, , , , ", "y, , , , d")] == [False, True]
 
 
 @pytest.mark.parametrize("opset", [7, 9, 13, 17])

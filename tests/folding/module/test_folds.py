@@ -311,13 +311,12 @@ def pooled(pool):
     return trained(Called(forward, c=conv(4, 6, 3), n=norm(6), linear=nn.Linear(6, 5)))
 
 
+POOLED = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)
 IN_PROGRAMS = {
     "split": halves(lambda x: torch.split(x, 3, 1)),
     "split by sizes": halves(lambda x: x.split([3, 3], dim=1)),
     "chunk": halves(lambda x: x.chunk(2, dim=1)),
-    "pooled by a module": trained(
-        nn.Sequential(conv(4, 6, 3), nn.ReLU(), norm(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
-    ),
+    "pooled by a module": trained(nn.Sequential(conv(4, 6, 3), nn.ReLU(), norm(6), *POOLED)),
     "pooled by a function": pooled(lambda x: functional.adaptive_avg_pool2d(x, (1, 1)).flatten(1)),
     "mean": pooled(lambda x: x.mean(keepdim=True, dim=[-1, -2]).flatten(1)),
     "mean of one axis each": pooled(lambda x: x.mean(3).mean(-1)),

@@ -195,15 +195,14 @@ def test_a_part_that_cannot_be_traced_keeps_its_norms():
         bnexport.fold_module(net[2], X2)
 
 
-@pytest.mark.parametrize(
-    "looks",
-    [
-        lambda m: m.n.num_features,
-        lambda m: 1 if isinstance(m.n, nn.BatchNorm2d) else torch.zeros(1).sin(),
-        lambda m: 1 if isinstance(m.n, nn.BatchNorm2d) else 2,
-    ],
-    ids=["attribute", "class", "number"],
-)
+LOOKS = {
+    "attribute": lambda m: m.n.num_features,
+    "class": lambda m: 1 if isinstance(m.n, nn.BatchNorm2d) else torch.zeros(1).sin(),
+    "number": lambda m: 1 if isinstance(m.n, nn.BatchNorm2d) else 2,
+}
+
+
+@pytest.mark.parametrize("looks", LOOKS.values(), ids=LOOKS)
 def test_code_that_looks_at_its_norms(looks):
     net = trained(Called(lambda m, x: m.n(m.c(x)) * looks(m), c=conv(), n=norm()))
     with pytest.raises(UnsupportedModelError, match=r"looks at batch norms .* skip=\[...\], folded were n"):
@@ -302,7 +301,6 @@ def test_the_class_of_what_a_trace_does_not_know():
         y = m.same(x.split(2, 1))
         return m.n(m.c(y[0] if isinstance(y, tuple) else y))
 
+    net = trained(Called(forward, same=nn.Identity(), c=nn.Conv2d(2, 4, 1), n=norm()))
     with pytest.raises(UnsupportedModelError, match="its code asks for the class of"):
-        bnexport.fold_module(
-            trained(Called(forward, same=nn.Identity(), c=nn.Conv2d(2, 4, 1), n=norm())), X2, verify=False
-        )
+        bnexport.fold_module(net, X2, verify=False)

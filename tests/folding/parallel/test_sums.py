@@ -51,6 +51,10 @@ def test_the_report_has_a_line_for_each_merge() -> None:
     assert set(site.nodes) == {f"{BN} -> n", "Conv -> c", f"{BN} -> d", "Add -> s"}
     assert set(site.targets) <= {node.name for node in result.model.graph.node}
     assert result.report.verification.passed
+    sites = fold(
+        build(f"r = Relu (x) {BLOCK.replace(' t =', ' n = Norm (r, p:4) t =')[:-12]} y = Mul (s, n)")
+    ).report.sites
+    assert [each.nodes[-1] for each in sites] == [f"{BN} -> n", "Add -> s"]
 
 
 def test_names_are_kept() -> None:
