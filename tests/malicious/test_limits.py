@@ -39,14 +39,9 @@ def test_every_number_is_a_limit(path: Path, name: str) -> None:
 def test_the_option(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command that reads a model has it, and it is gone afterwards."""
     monkeypatch.setenv(limits.ENVIRONMENT_VARIABLE, "nodes=0,values=0")
-    out = str(path.with_name("out.onnx"))
-    commands = [
-        ["inspect", str(path)],
-        ["fold", str(path), out, "--no-verify", "--overwrite"],
-        ["run", str(path), "--input", "x:2,64"],
-        ["verify", str(path), str(path)],
-    ]
-    for command in commands:
+    model, out = str(path), str(path.with_name("out.onnx"))
+    commands = [["inspect", model], ["fold", model, out, "--no-verify", "--overwrite"]]
+    for command in (*commands, ["run", model, "--input", "x:2,64"], ["verify", model, model]):
         assert main(command) == 3
         assert "--limit values=" in capsys.readouterr().err
         assert main([*command, "--limit", "nodes=10", "--limit", "values=1K"]) == 0, capsys.readouterr().err

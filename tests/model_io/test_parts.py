@@ -167,8 +167,7 @@ class TestTensors:
 class TestContained:
     @pytest.fixture
     def tensor(self, tmp_path: Path) -> ContainedTensor:
-        save(source(BODY, w=BIG),
-             tmp_path / "m.onnx", external_data=True)  # fmt: skip
+        save(source(BODY, w=BIG), tmp_path / "m.onnx", external_data=True)
         found = load(tmp_path / "m.onnx").graph.initializers["w"].const_value
         assert isinstance(found, ContainedTensor)
         return found
@@ -208,8 +207,7 @@ class TestContained:
         (tmp_path / "m.onnx.data").write_bytes(b"other")
         with pytest.raises(UnsafeModelError, match=r"^external data 'm.onnx.data' changed since"):
             tensor.tobytes()
-        save(source(BODY, w=BIG),
-             tmp_path / "one.onnx")  # fmt: skip
+        save(source(BODY, w=BIG), tmp_path / "one.onnx")
         inside = load(tmp_path / "one.onnx").graph.initializers["w"].const_value
         (tmp_path / "one.onnx").write_bytes(b"other")
         with pytest.raises(UnsafeModelError, match=r"^the model file 'one.onnx' changed since"):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import bnexport
 from bnexport.cli import main
-from bnexport.recalibration.deviations import DEVIATION, StatisticsReport
+from bnexport.recalibration.deviations import DEVIATION, StatisticsReport, _channels
 from bnexport.recalibration.moments import merge
 from models.digits import load_digits
 
@@ -156,6 +156,11 @@ def test_a_report_is_a_page_in_a_notebook(trained: nn.Module, images: torch.Tens
     reset(model)
     report: StatisticsReport = bnexport.statistics(model, [images])
     page = report._repr_html_()
+    assert [_channels(list(range(count)), 8)[9:] for count in (4, 5, 8)] == [
+        "0, 1, 2, 3 of 8",
+        "0, 1, 2, 3 and 1 more of 8",
+        "nnels",
+    ]
     assert "starts here; never updated" in page and "<td>\u2588" in page and "<script" not in page
     assert "nothing found" not in page and bnexport.recalibrate(model, [images])._repr_html_().startswith("<p>3 batch")
 

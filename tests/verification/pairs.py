@@ -123,6 +123,8 @@ PAIRS: dict[str, Pair] = {
     "a table behind an offset": Pair(
         "g (int64[N,L] t) => (float[N,L,8] y) { s = Add (t, two) w = Cast <to=1> (c) y = Gather (w, s) }", "", "", _WHOLE,
         {"two": np.int64(2), "c": (_TABLE.astype(np.float16), _cut(900).astype(np.float16))}),
+    "the rows of a table of positions": Pair(_columns("l = Gather (s, first) w = Slice (t, zeros, l) y = Add (x, w)", "s = Shape (x)"), "",
+        "", _WHOLE, {**_NUMBERS, "t": (_TABLE[:100], _cut(60)[:100])}),
     "texts are the keys of the model": Pair("""g (string[N] s) => (float[N] y) {
         y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b", "c"], values_floats = [1.0, 2.0, OP]> (s) }""", "3.0", "30.0", _WHOLE,
         header='<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 3]>'),
