@@ -111,7 +111,13 @@ def _fixed(opened: ModelSource) -> ModelSource:
 @paused_collection()
 def _open(source: Source, limits: Limits) -> ModelSource:
     if isinstance(source, ir.Model):
-        return ModelSource(source.clone(), None)
+        try:
+            return ModelSource(source.clone(), None)
+        except RuntimeError as error:  # what onnx_ir raises on the way out of each level
+            raise MalformedModelError(
+                "the onnx_ir.Model cannot be copied: a node reads a value that no node before it makes; put the nodes in order "
+                "with model.graph.sort()"
+            ) from error
     if isinstance(source, onnx.ModelProto):
         own = onnx.ModelProto()
         own.CopyFrom(source)

@@ -185,6 +185,12 @@ def test_sources_are_copied() -> None:
         own.graph.node(0).name = "changed"
         assert to_proto(source if isinstance(source, ir.Model) else as_model(source)) == to_proto(as_model(proto))
     assert proto.SerializeToString() == before
+    unordered = ir.from_proto(model("g (float[2] x) => (float[2] y) { a = Relu (x) y = Neg (a) }"))
+    first = unordered.graph.node(0)
+    unordered.graph.remove(first)
+    unordered.graph.append(first)
+    with pytest.raises(MalformedModelError, match=r"reads a value that no node before it makes; .*graph\.sort\(\)"):
+        as_model(unordered)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
