@@ -237,10 +237,8 @@ def test_completion(shell, tmp_path):
     """One command installs it; the shell then asks, and gets the commands that begin so."""
     environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PATH": "/usr/bin:/bin"}
     words = {"COMP_WORDS": "bnexport tr", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "bnexport tr"}
-    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    asked = warm.run(
-        "-m", "bnexport", env={**environment, **words, **action, "_BNEXPORT_COMPLETE": f"complete_{shell}"}
-    )
+    words |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_BNEXPORT_COMPLETE": f"complete_{shell}"}
+    asked = warm.run("-m", "bnexport", env={**environment, **words})
     assert "train-export" in asked.stdout and "inspect" not in asked.stdout
     done = warm.run("-m", "bnexport", "--install-completion", shell, env=environment)
     assert done.returncode == 0, done.stderr
