@@ -192,26 +192,14 @@ def readers(builder: Builder) -> None:
 
 
 PIECES = {
-    "norm": norm,
-    "conv": conv,
-    "conv-3x3-padded": lambda builder: conv(builder, size=3, pad=1),
-    "conv-2-groups": lambda builder: conv(builder, groups=2),
-    "conv-transpose": transposed,
+    "norm": norm, "conv": conv, "conv-3x3-padded": lambda builder: conv(builder, size=3, pad=1),
+    "conv-2-groups": lambda builder: conv(builder, groups=2), "conv-transpose": transposed,
     "relu": lambda builder: builder.apply("Relu", builder.value),
     "identity": lambda builder: builder.apply("Identity", builder.value),
-    "constant-sum": constant_sum,
-    "constant-product": constant_product,
-    "branches": branches,
-    "residual": residual,
-    "pooled": pooled,
-    "positions": positions,
-    "flattened": flattened,
-    "split": split,
-    "sliced": sliced,
-    "padded": padded,
-    "pre-activation": pre_activation,
-    "readers": readers,
-}
+    "constant-sum": constant_sum, "constant-product": constant_product, "branches": branches, "residual": residual,
+    "pooled": pooled, "positions": positions, "flattened": flattened, "split": split, "sliced": sliced, "padded": padded,
+    "pre-activation": pre_activation, "readers": readers,
+}  # fmt: skip
 
 
 def build(

@@ -26,9 +26,13 @@ def conv_bn(norm: str = norm(data="z"), opset: int = 17, output: str = "float[N,
     return model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}, opset=opset)
 
 
+def alone(opset: int, outputs: str, attributes: str) -> onnx.ModelProto:
+    text = f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}"
+    return model(text, batch_norm("p", 3), opset=opset)
+
+
 def mode(opset: int, outputs: str, attributes: str = "") -> bool:
-    proto = model(f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}", opset=opset)
-    return is_training(next(iter(ir.from_proto(proto).graph)), opset)
+    return is_training(ir.from_proto(alone(opset, outputs, attributes)).graph[0], opset)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +44,11 @@ def mode(opset: int, outputs: str, attributes: str = "") -> bool:
     ],
 )
 def test_the_mode_is_onnx_runtimes(opset: int, outputs: str, attributes: str) -> None:
-    proto = model(
-        f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}", batch_norm("p", 3), opset=opset
-    )
+    proto = alone(opset, outputs, attributes)
     inputs = make_inputs(proto)
     x = inputs["x"].astype(np.float64)
     scale, bias, mean, var = (array_of(proto, f"p_{name}").reshape(1, 3, 1) for name in "sbmv")
-    if is_training(next(iter(ir.from_proto(proto).graph)), opset):
+    if mode(opset, outputs, attributes):
         mean, var = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
     assert_near(run(proto, inputs)[0], (scale * (x - mean) / np.sqrt(var + 1e-5) + bias).astype(np.float32))
 

@@ -185,9 +185,8 @@ def test_the_opset_is_raised() -> None:
     session = onnxruntime.InferenceSession(new.SerializeToString(), providers=["CPUExecutionProvider"])
     (y,) = session.run(None, feeds)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6)
-    proto.functions.append(
-        onnx.parser.parse_function('<opset_import: ["" : 11], domain: "f"> f (a) => (b) { b = Relu (a) }')
-    )
+    function = '<opset_import: ["" : 11], domain: "f"> f (a) => (b) { b = Relu (a) }'
+    proto.functions.append(onnx.parser.parse_function(function))
     (found,) = standard_ops.standardise(ir.from_proto(proto))
     assert "onnx.version_converter converts no model with functions" in str(found.reason)
     assert not standard_ops.has_foreign(ir.from_proto(model("MMCVSyncBatchNorm", {"x": X}, {})))
