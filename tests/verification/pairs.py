@@ -84,6 +84,7 @@ _MEAN = "m = ReduceMean <keepdims=0> (x) g = Greater (m, c)"
 _WITH_F = '<ir_version: 8, opset_import: ["": 17, "f": 1]>'
 _CALL = """g (float[N,2,8] x) => (float[N,2,8] y) { y = f.block (x) }
     <domain: "f", opset_import: ["": 17]> block (a) => (b) { b = OP (a) }"""
+_BEYOND = "AveragePool <kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1>"
 _UPSAMPLE, _NORM = "Upsample <height_scale=2.0, width_scale=2.0>", "BatchNormalization <is_test=1>"
 _DEEP = " ".join(f"z{i + 1} = Conv (z{i}, w)" for i in range(10))
 _PLACES = " ".join(
@@ -217,6 +218,17 @@ PAIRS: dict[str, Pair] = {
     "an old Upsample of rank 5": Pair("g (float[N,4,D,H,W] x) => (float[A,B,C,D,E] y) { OP }",
         f"u = {_UPSAMPLE} (x) y = {_NORM} (u, ones, no, no, var)", f"n = {_NORM} (x, ones, no, no, var) y = {_UPSAMPLE} (n)", _LOCAL,
         {**dict.fromkeys(("ones", "no"), np.ones(4, np.float32)), "var": _TABLE[0, :4] ** 2}, opset=6),
+    # Engines have counted the zeros there in several ways.
+    "a shift in front of windows beyond the end": Pair(_image("OP"), f"a = Add (x, k:4.1.1) y = {_BEYOND} (a)",
+        f"p = {_BEYOND} (x) y = Add (p, k:4.1.1)", _LOCAL, opset=19),
+    **{f"a window of padding alone, {kind} {form} {size}": Pair(f"g (float[N,4,{size}] x) => (float[A,B,C] y) {{ OP }}",
+        f"r = {kind} <kernel_shape=[2], {form}> (x) y = Add (r, k:4.1)", f"r = Add (x, k:4.1) y = {kind} <kernel_shape=[2], {form}> (r)",
+        _LOCAL, opset=19) for kind in ("MaxPool", "AveragePool") for form, size in (("dilations=[2], pads=[1, 1]", "1"),
+            ("dilations=[2], pads=[1, 1]", "S"), ("pads=[0, 2]", "4"), ("pads=[2, 0]", "4"))},
+    # More numbers than a text of an array shows.
+    "a number in a long attribute": Pair(f"""g (int64[N] t) => (float[N] y) {{ y = ai.onnx.ml.LabelEncoder <keys_tensor = int64[1200]
+        {{{', '.join(map(str, range(1200)))}}}, values_tensor = float[1200] {{{'0.5, ' * 600}OP{', 0.5' * 599}}}> (t) }}""", "1.0", "2.0",
+        {"local": "another"}, header='<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 4]>'),
     # Resizes that no engine runs; of rank 2 the result of a namesake has one more axis.
     **{f"no size, {mine}": Pair("g (float[N,2,4,4] x) => (float[A,B,C,D] y) { r = OP y = Add (x, r) }", mine, "Identity (w)", _LOCAL,
         {"w": np.ones((1, 2, 2, 2), np.float32), "at": np.array([4, 4])}, opset=18)

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ _HEAD = 4096
 # Elements of a computed constant that is compared within its rounding.
 _NEAR = 1 << 20
 _COMMUTING = ("Add", "Mul", "Sum", "Max", "Min", "Mean", "And", "Or", "Xor", "Equal")
-_NONE: Mapping[int, int] = {}
 
 
 class Numbering:
@@ -74,12 +73,9 @@ class Numbering:
         """Return the first value of one model that has this number."""
         return self._first[side].get(number)
 
-    def number(self, side: int, node: ir.Node, operands: Mapping[int, int] = _NONE) -> bool:
-        """Give numbers to the outputs of an operator; of the other model only if the original has an equal one.
-
-        operands: the numbers that some of its inputs count as.
-        """
-        key = self.key(side, node, operands)
+    def number(self, side: int, node: ir.Node) -> bool:
+        """Give numbers to the outputs of an operator; of the other model only if the original has an equal one."""
+        key = self.key(side, node)
         if key is None:
             return False
         numbers = self._by_key.get(key, ())
@@ -100,12 +96,11 @@ class Numbering:
             if number is not None and self._first[1].get(number) is value:
                 del self._first[1][number]
 
-    def key(self, side: int, node: ir.Node, operands: Mapping[int, int] = _NONE) -> Hashable | None:
+    def key(self, side: int, node: ir.Node) -> Hashable | None:
         """Return what determines the outputs of a node, without its bodies; None where an input has no number."""
         inputs: list[int | None] = []
-        for index, value in enumerate(node.inputs):
+        for value in node.inputs:
             number = self.of(side, value) if value is not None and value.name else None
-            number = operands.get(index, number)
             if number is None and value is not None and value.name:
                 return None
             inputs.append(number)

@@ -15,7 +15,7 @@ from bnexport import verify
 from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from bnexport.verification.proof import search, weights
+from bnexport.verification.proof import numbering, search, weights
 from tests.support.claims import outcome, prove_claims
 from tests.support.onnx_text import array_of, model, with_arrays
 
@@ -56,6 +56,12 @@ def test_a_fold_of_others_is_proved() -> None:
     assert (verdict.method, *outcome(verdict)) == ("both", "passed", ONE) and verdict.outputs
     assert not verify(SOURCE, foreign(), method="whole").sites
     assert outcome(verify(SOURCE, SOURCE, method="local")) == ("passed", [])
+
+
+def test_the_last_block_of_a_weight_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbering, "BLOCK", 36)
+    source = model("g (float[N,8,L] x) => (float[A,B,C] y) { z = ConvTranspose (x, w:8.4.3) y = Norm (z, p:4) }")
+    assert outcome(verify(source, fold(source, verify=False).model, method="local")) == ("passed", ONE)
 
 
 @pytest.mark.parametrize("name", ["folded", "shift"])
