@@ -30,6 +30,7 @@ def test_what_cannot_be_read_stays_with_its_reason() -> None:
     result = fold(build("y, m, v = Norm <training_mode = 1> (x, p:8)"), leftover="conv")
     assert operators_of(result) == ["BatchNormalization"]
     assert "training" in result.report.sites[0].reason
+    assert "statistics" in fold(build("y, m, v = Norm (x, p:8) q = Relu (m)"), leftover="conv").report.sites[0].reason
     old = build("r = Relu (x) y = Norm <is_test = 1> (r, p:8)", opset=6)
     assert operators_of(fold(old, leftover="conv")) == ["Relu", "Conv"]
     kept = fold(old, leftover="arithmetic")

@@ -42,10 +42,12 @@ def test_factors_multiply_in_one_view_only(plan: Plan, node: ir.Node) -> None:
 
 
 def test_integers_are_not_scaled(plan: Plan, node: ir.Node) -> None:
-    plan.edits[node, 1] = Raw(np.ones((2, 4, 1, 1), np.int8))
-    with pytest.raises(Refused, match="expected a float type"):
-        plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
-    assert plan.value(node, 1, "weight").dtype == np.float64
+    integers, weight = np.ones((2, 4, 1, 1), np.int8), plan.context.model.graph.initializers["w"]
+    for edits, stored in (({(node, 1): Raw(integers)}, weight.const_value), ({}, ir.tensor(integers))):
+        plan.edits, weight.const_value = edits, stored
+        with pytest.raises(Refused, match="expected a float type"):
+            plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
+        assert not edits or plan.value(node, 1, "weight").dtype == np.float64
 
 
 def test_shifts_behind_a_node(plan: Plan, node: ir.Node) -> None:
