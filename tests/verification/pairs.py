@@ -86,7 +86,6 @@ _CALL = """g (float[N,2,8] x) => (float[N,2,8] y) { y = f.block (x) }
     <domain: "f", opset_import: ["": 17]> block (a) => (b) { b = OP (a) }"""
 _BEYOND = "AveragePool <kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1>"
 _UPSAMPLE, _NORM = "Upsample <height_scale=2.0, width_scale=2.0>", "BatchNormalization <is_test=1>"
-_DEEP = " ".join(f"z{i + 1} = Conv (z{i}, w)" for i in range(10))
 _PLACES = " ".join(
     f"c{i} = Constant <value_float={i}.0> () n{i} = OP (x, c{i}) r{i} = Abs (n{i})" for i in range(2, 68)
 )
@@ -206,9 +205,6 @@ PAIRS: dict[str, Pair] = {
     "a function with another default": Pair(_CALL.replace("(a) =>", "<slope: float = OP> (a) =>").replace("= OP (",
         "= LeakyRelu <alpha: float = @slope> ("), "0.1", "0.2", _LOCAL, header=_WITH_F.replace("8", "10")),
     "more wrong places than are tried": Pair(_row(f"{_PLACES} y = Max ({', '.join(f'r{i}' for i in range(2, 68))})"), "Div", "Mul", _LOCAL),
-    # What one Conv does in the place of more than are followed.
-    "a long chain of branches": Pair(_image("OP y = Add (z, x)"), f"z0 = Identity (x) {_DEEP} z = Identity (z10)", "z = Conv (x, w)",
-        _LOCAL, {"w": tuple(np.linalg.matrix_power(np.tri(4) / 2, n).astype(np.float32).reshape(4, 4, 1, 1) for n in (1, 10))}),
     # Behind a Reshape whose second size is 1 whenever it runs, though nothing says so.
     "columns behind a size that is not known": Pair(
         "g (float[8] x, int64[1] s) => (float[A,B,C] y) { t = Concat <axis=0> (two, s, four) OP y = Identity (o) }",

@@ -229,6 +229,19 @@ def test_branches_that_are_exchanged() -> None:
         branch.name = "else_branch" if branch.name == "then_branch" else "then_branch"
     assert verify(source, first, method="local").passed
     assert verify(source, second, method="local").status == "not_verified"
+    # No run of whole models needs to take the branch.
+    second.CopyFrom(source)
+    second.graph.node[0].attribute[0].g.node[1].op_type = "Sigmoid"
+    assert verify(source, second, method="local").another
+
+
+def test_a_long_chain_of_branches_is_not_followed() -> None:
+    w, v = (np.linalg.matrix_power(np.tri(4) / 2, n).astype(np.float32) for n in (1, 10))
+    chain = " ".join(f"z{i + 1} = MatMul (z{i}, w)" for i in range(10))
+    text = "g (float[N,4] x) => (float[N,4] y) {{ {} y = Add (z, x) }}"
+    source = model(text.format(f"z0 = Identity (x) {chain} z = Identity (z10)"), values={"w": w})
+    other = model(text.format("z = MatMul (x, v)"), values={"v": v})
+    assert verify(source, other, method="local").status == "not_verified"
 
 
 def test_the_fold_behind_another_difference_is_proved() -> None:
