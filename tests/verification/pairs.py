@@ -174,10 +174,6 @@ PAIRS: dict[str, Pair] = {
         y = If (g) <then_branch = a () => (float[N,8] t) { t = Mul (x, c) },
             else_branch = b () => (float[N,8] e) { e = Identity (x) }>"""), "", "", {"both": "another"},
         {**_NUMBERS, "many": np.int64(10**6), "c": (np.float32(2), np.float32(3))}),
-    "another operator in a branch of large batches": Pair(_row("""s = Shape (x) n = Gather (s, zero) g = Greater (n, many)
-        y = If (g) <then_branch = a () => (float[N,8] t) { t = OP (x) },
-            else_branch = b () => (float[N,8] e) { e = Identity (x) }>"""), "Neg", "Sin", {"local": "another"},
-        {**_NUMBERS, "many": np.int64(10**6)}),
     "another small column": Pair(_row("y = Gemm (x, c)"), "", "", {"both": "another"},
         {"c": (_SMALL, _SMALL * np.float32([1, -1, 1, 1, 1, 1, 1, 1]))}),
     "another saturated product": Pair(_row("a = MatMul (x, c) y = Erf (a)"), "", "", {"both": "another"},
