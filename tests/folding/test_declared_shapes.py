@@ -74,7 +74,7 @@ def test_of_an_unknown_operator_the_declared_shape_counts(
 
 def test_inference_runs_only_where_the_file_declares_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "g (float[N,3,H,W] x) => (float[] y) <float[{}] z> {{ z = Conv (x, w:8.3.3.3) y = Norm (z, p:8) }}"
-    assert fold(model(text.format("8"))).report.verification.passed
+    assert fold(model(text.format("8")), verify=False).report.folded
     monkeypatch.setattr("bnexport.graph.shapes._Inferred", None)
     assert fold(model(text.format("N,8,A,B")), verify=False).report.folded
 
