@@ -45,6 +45,13 @@ def test_parameters_that_grow_are_told(tmp_path, call):
     assert code == 0 and "note: the parameters grew from 4,016 to 7,808 bytes" in err
 
 
+def test_a_fold_that_no_engine_runs_is_warned_of(tmp_path, call):
+    own = NET.replace("Conv (image", "my.Op (image) z = Conv (q").replace("z = my", "q = my")
+    onnx.save(model(own, header='<ir_version: 8, opset_import: ["": 17, "my": 1]>'), tmp_path / "m.onnx")
+    command = ["fold", tmp_path / "m.onnx", tmp_path / "o.onnx", "--method", "whole"]
+    assert "\nwarning: not verified: " in call(*command, code=0)[2]
+
+
 def test_explain_says_what_the_table_says(tmp_path, call):
     onnx.save(
         model("""g (float[N,4,H,W] x) => (float[N,4,H,W] y) {
