@@ -72,7 +72,6 @@ class FileJob:
         """Run one model, in the first engine that can."""
         request, reasons = self._request, []
         model, feeds = self._model(request["model"]), {each["name"]: self._array(each) for each in request["inputs"]}
-        self._report({"stage": "candidate", "engine": ENGINES[0]})
         for name in ENGINES[:1] if request["providers"] else ENGINES:
             try:
                 values = engine.open_as_written(model, request["providers"], name).run(feeds, request["values"])
