@@ -215,10 +215,13 @@ class TestContained:
 
     def test_a_pipe_is_no_matter_of_links(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(
-            UnsafeModelError, match=r"'pipe' is not a regular file; copy the data into a file of its own$"
-        ):
+        before, said = (
+            os.listdir("/proc/self/fd"),
+            r"'pipe' is not a regular file; copy the data into a file of its own$",
+        )
+        with pytest.raises(UnsafeModelError, match=said):
             external._open_below(str(tmp_path), ("pipe",), allow_links=False)
+        assert os.listdir("/proc/self/fd") == before
 
     def test_a_location_may_hold_spaces(self) -> None:
         assert external.split_location("./a b/c d", "t") == ("a b", "c d")
@@ -445,8 +448,10 @@ def test_links_are_refused_anywhere_on_the_way(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "a/file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "a/link").symlink_to(tmp_path / "a/file")
+    before = os.listdir("/proc/self/fd")
     with open(limits.open_below(str(tmp_path), ("a", "file")), "rb") as file:
         assert limits.pread(file.fileno(), 5, 0) == b"x"
     for parts in (("link", "file"), ("a", "link")):
         with pytest.raises(OSError):
             limits.open_below(str(tmp_path), parts)
+    assert os.listdir("/proc/self/fd") == before
