@@ -203,15 +203,14 @@ def test_what_is_left_after_the_time_is_compared_only() -> None:
     assert verdict and "0 folds proved" in verdict.summary()
 
 
-@pytest.mark.parametrize(("depth", "passed"), [(64, True), (65, False)])
-def test_functions_that_call_each_other_are_read_to_a_depth(depth: int, passed: bool) -> None:
+def test_functions_that_call_each_other_are_read_to_a_depth() -> None:
     head = '<domain: "f", opset_import: ["": 17, "f": 1]>'
-    bodies = (
-        f"{head} f{i} (a) => (b) {{ b = {f'f.f{i + 1}' if i + 1 < depth else 'Relu'} (a) }}" for i in range(depth)
-    )
-    text = f"g (float[N,4] x) => (float[N,4] y) {{ y = f.f0 (x) }} {' '.join(bodies)}"
-    source = model(text, header='<ir_version: 8, opset_import: ["": 17, "f": 1]>')
-    assert verify(source, source, method="local").passed is passed
+    for depth, passed in ((64, True), (65, False)):
+        calls = (f"f.f{i + 1}" if i + 1 < depth else "Relu" for i in range(depth))
+        bodies = " ".join(f"{head} f{i} (a) => (b) {{ b = {call} (a) }}" for i, call in enumerate(calls))
+        text = f"g (float[N,4] x) => (float[N,4] y) {{ y = f.f0 (x) }} {bodies}"
+        source = model(text, header='<ir_version: 8, opset_import: ["": 17, "f": 1]>')
+        assert verify(source, source, method="local").passed is passed
 
 
 PADS = 'Pad <mode="{}", pads=[1, 0, 0, 1, 0, 0]> (z)'

@@ -235,6 +235,17 @@ def test_branches_that_are_exchanged() -> None:
     assert verify(source, second, method="local").another
 
 
+def test_infinity_minus_infinity_says_nothing() -> None:
+    """The first two are equal; infinity for a number is wrong."""
+    k, h, wide = (np.float32([2, each, 2, 2]) for each in (2, 1, np.inf))
+    values = {"k": k, "h": h, "wide": wide, "m": np.zeros(4, np.float32), "v": np.ones(4, np.float32)}
+    texts = ("a = Mul (x, k) y = Add (a, wide)", "a = Mul (x, k) y = Add (a, h)")
+    for text, status in zip(texts, ("not_verified", "failed"), strict=True):
+        pair = (text, "y = BatchNormalization <epsilon = 0.0> (x, k, wide, m, v)")
+        models = [model(f"g (float[N,4] x) => (float[N,4] y) {{ {each} }}", values=values) for each in pair]
+        assert verify(*models, method="local").status == status
+
+
 def test_a_long_chain_of_branches_is_not_followed() -> None:
     w, v = (np.linalg.matrix_power(np.tri(4) / 2, n).astype(np.float32) for n in (1, 10))
     chain = " ".join(f"z{i + 1} = MatMul (z{i}, w)" for i in range(10))
