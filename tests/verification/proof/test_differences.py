@@ -246,6 +246,15 @@ def test_infinity_minus_infinity_says_nothing() -> None:
         assert verify(*models, method="local").status == status
 
 
+def test_a_norm_of_one_channel_is_proved() -> None:
+    source = model("g (float[N,1,L] x) => (float[N,1,L] y) { n = Norm (x, p:1) y = Relu (n) }")
+    (factor, shift), text = (
+        map_of(source),
+        "g (float[N,1,L] x) => (float[N,1,L] y) { a = Mul (x, k) n = Add (a, h) y = Relu (n) }",
+    )
+    assert verify(model(text, values={"k": factor, "h": shift}), source, method="local").passed
+
+
 def test_a_long_chain_of_branches_is_not_followed() -> None:
     w, v = (np.linalg.matrix_power(np.tri(4) / 2, n).astype(np.float32) for n in (1, 10))
     chain = " ".join(f"z{i + 1} = MatMul (z{i}, w)" for i in range(10))
