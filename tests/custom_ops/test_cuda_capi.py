@@ -24,8 +24,7 @@ from bnexport.sync_bn import kernels
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("none.so", r"none\.so', expected an existing .*make cuda"), ("text.so", "cannot be loaded")],
+    ("name", "message"), [("none.so", r"none\.so', expected an existing .*make cuda"), ("text.so", "cannot be loaded")]
 )
 def test_a_missing_or_wrong_library_is_an_error(fresh, tmp_path, name, message):
     (tmp_path / "text.so").write_text("text")

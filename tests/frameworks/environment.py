@@ -39,10 +39,7 @@ BUILT = "inplace-abn==1.1.0"
 ENVIRONMENTS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
     "frameworks": (WITH_DEPENDENCIES, ALONE, (BUILT,)),
     "trainers": (
-        (
-            *WITH_DEPENDENCIES[:2],
-            ("lightning==2.6.6", "accelerate==1.15.0", "mmengine==0.10.7", "ray[train]==2.60.0"),
-        ),
+        (*WITH_DEPENDENCIES[:2], ("lightning==2.6.6", "accelerate==1.15.0", "mmengine==0.10.7", "ray[train]==2.60.0")),
         (),
         (),
     ),

@@ -15,11 +15,7 @@ X = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(5))
 ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish)
 # A fault, the exporter of its file, and where it is: this share of all modules of its kind comes before it.
 PLANS: dict[str, tuple[tuple[str, str, float], ...]] = {
-    "resnet18": (
-        ("eps", "torchscript", 0.3),
-        ("weight", "dynamo", 0.5),
-        ("activation", "ours", 0.7),
-    ),
+    "resnet18": (("eps", "torchscript", 0.3), ("weight", "dynamo", 0.5), ("activation", "ours", 0.7)),
     "mobilenetv3_small_100": (("activation", "torchscript", 0.5), ("eps", "dynamo", 0.7), ("size", "torchscript", 0.3)),
     "efficientnet_b0": (("order", "torchscript", 0.5), ("weight", "ours", 0.7), ("train", "torchscript", 0.0)),
     "regnety_002": (("activation", "dynamo", 0.5), ("weight", "torchscript", 0.7), ("eps", "ours", 0.3)),

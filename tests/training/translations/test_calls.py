@@ -123,10 +123,7 @@ def avg_pool(x, *window):
     rank, name = x.dim() - 2, f"avg_pool{x.dim() - 2}d {window}"
     forward, backward = overload("avg_pool{}d", rank), overload("avg_pool{}d_backward", rank)
     grad = torch.randn_like(forward(x, *window))
-    return [
-        Call(name, forward, (x, *window)),
-        Call(f"{name}, gradient", backward, (grad, x, *window), (0, 1)),
-    ]
+    return [Call(name, forward, (x, *window)), Call(f"{name}, gradient", backward, (grad, x, *window), (0, 1))]
 
 
 @EVERY_FIFTH

@@ -25,15 +25,9 @@ _SIDES = {
     "timm:coatnet_nano_rw_224": 224,
     "smp:PAN?encoder_name=resnet18": 128,
 }
-_OPTIMIZERS = {
-    "sgd": {"lr": 0.01, "momentum": 0.9},
-    "adamw": {"lr": 1e-4, "weight_decay": 0.05},
-}
+_OPTIMIZERS = {"sgd": {"lr": 0.01, "momentum": 0.9}, "adamw": {"lr": 1e-4, "weight_decay": 0.05}}
 # A kernel for each image makes the number of groups depend on the batch: exported with dynamic=False.
-_FIXED_BATCH = {
-    "mmseg:dmnet/dmnet_r50-d8_4xb2-40k_cityscapes-512x1024.py",
-    "timm:efficientnet_cc_b0_4e",
-}
+_FIXED_BATCH = {"mmseg:dmnet/dmnet_r50-d8_4xb2-40k_cityscapes-512x1024.py", "timm:efficientnet_cc_b0_4e"}
 
 
 @dataclasses.dataclass(frozen=True)
