@@ -152,14 +152,18 @@ class WrittenKernel:
         total = [np.zeros((groups, rows, columns, *window)) for _ in range(2)]
         sizes = [np.abs(outer.weight.values), np.broadcast_to(outer.weight.error, outer.weight.values.shape)]
         inner_error = np.broadcast_to(first.weight.error, first.weight.values.shape)
+
+        def product(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+            return (one @ two.reshape(groups, two.shape[1], -1)).reshape(groups, rows, *two.shape[2:])
+
         for place in np.ndindex(*outer.window):
             at = (slice(None), slice(None), slice(None), *place)
             cut = tuple(slice(s * j, s * j + own) for s, j, own in zip(inner.strides, place, first.window, strict=True))
             where = (slice(None), slice(None), slice(None), *cut)
-            total[0][where] += np.einsum("gom,gmc...->goc...", outer.weight.values[at], first.weight.values)
+            total[0][where] += product(outer.weight.values[at], first.weight.values)
             magnitude = np.abs(first.weight.values)
-            total[1][where] += np.einsum("gom,gmc...->goc...", sizes[0][at], inner_error + NOISE * magnitude)
-            total[1][where] += np.einsum("gom,gmc...->goc...", sizes[1][at], magnitude + inner_error)
+            total[1][where] += product(sizes[0][at], inner_error + NOISE * magnitude)
+            total[1][where] += product(sizes[1][at], magnitude + inner_error)
         bias = outer.bias + outer._applied(inner.bias)
         begins, ends = (
             tuple(s * own + each for s, own, each in zip(inner.strides, mine, theirs, strict=True))
