@@ -88,7 +88,7 @@ WALKS: dict[str, tuple[Callable[[], object], Callable[[object], bool], int, int]
 }
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.slow if "pt" in it else ()) for it in WALKS])
 def test_the_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     norm = bnexport.SyncBatchNorm
