@@ -101,7 +101,7 @@ def passes(judge: Callable[..., Verification], *arguments: Any, **options: Any) 
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_wrong_fold_is_not_proved(name: str) -> None:
-    """Up to eight changes of one place each."""
+    """Up to six changes of one place each."""
     case = FOLDED[name]
     source = case.model()
     result = fold(source, **{**case.options, "verify": False})
@@ -109,7 +109,7 @@ def test_a_wrong_fold_is_not_proved(name: str) -> None:
         return
     good = to_proto(result.model)
     assert verify(source, good, method="local").status != "failed"
-    for kind, what, wrong in several(good, np.random.default_rng(zlib.crc32(name.encode())), 8):
+    for kind, what, wrong in several(good, np.random.default_rng(zlib.crc32(name.encode())), 6):
         assert not passes(prove_claims, source, wrong, result.report) or not differs(good, wrong), what
         # Four units in the last place are within what another tool's arithmetic in float32 may round.
         if kind != "nudged":
