@@ -292,7 +292,7 @@ def test_without_threads_that_are_lent_the_caller_does_it_alone(threads):
         assert results_of(x, x) == want
     finally:
         capi.lend_openmp(kernels._openmp_parallel())
-    assert len(os.listdir("/proc/self/task")) == before
+    assert len(os.listdir("/proc/self/task")) <= before  # one of an earlier test may end meanwhile
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
