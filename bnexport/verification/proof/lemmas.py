@@ -571,7 +571,8 @@ def convolution(node: Reading) -> Placed:
             raise Unrelated("its bias has another shape")
         bias = bias.apply(lambda array: array.reshape([view[axis] for axis in out]))
     form = node.data(0)
-    node.ask_size(form, 1, inputs, rank)
+    if node.side.place == 0:  # the same weight asks the same of the changed model's data
+        node.bases.know(form, 1, inputs, rank)
     scales, offset = node.on_axis(form, 1 - rank, inputs, lambda array: array.reshape(read))
     pads = _mixes(node.node, shape[2:]) if turned else may_pad(node.node)
     return Placed(Linear(stored, view, out, scales, offset, bias, pads), (1 - rank,), flat=True)

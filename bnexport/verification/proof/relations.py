@@ -267,7 +267,7 @@ class Bases:
             return form.dtype
         return next((self._all[base].dtype for base in form.terms), None)
 
-    def know(self, form: Form, axis: int, size: int, rank: int | None) -> None:
+    def know(self, form: Form, axis: int, size: int, rank: int | None = None) -> None:
         """Record a size, and perhaps the rank, of a value that is a map of one base."""
         if len(form.terms) != 1 or not form.terms.keys() <= self._all.keys():
             return
@@ -545,13 +545,13 @@ class Reading:
     def result_shape(self, place: int = 0) -> Shape | None:
         return self.side.shapes.of(self.node.outputs[place])
 
-    def ask_size(self, form: Form, axis: int, size: int, rank: int | None = None) -> None:
-        """Record a size that an operator of the original asks of its data.
+    def ask_size(self, form: Form, axis: int, size: int) -> None:
+        """Record the size that a map of the original asks of its data.
 
         Raises Unrelated where one of the changed model asks for a single element of data that may have more.
         """
         if self.side.place == 0:
-            self.bases.know(form, axis, size, rank)
+            self.bases.know(form, axis, size)
         elif size == 1 and (self.bases.shape(form) or ())[axis : axis + 1] != (1,):
             raise Unrelated(f"its data may have more than one element along axis {axis}")
 
