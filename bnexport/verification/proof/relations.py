@@ -187,7 +187,10 @@ class Base:
             self._is_inferred = True
             known = self._shapes.of(self.value)
             if known is not None:
-                self.guess = self._named(known)
+                asked, sizes = self.guess or (), self._named(known)
+                if len(asked) == len(sizes):  # what an operator asks of it is more than a name
+                    sizes = tuple(own if isinstance(own, int) else size for own, size in zip(asked, sizes))
+                self.guess = sizes
         return self.guess
 
     @property
