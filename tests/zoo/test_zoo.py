@@ -70,6 +70,9 @@ def test_the_catalogue() -> None:
     assert len(entries) >= 150
     assert len({entry.name for entry in entries}) == len(entries)
     assert all(entry.shape not in entry.others and entry.others for entry in entries)
+    found = networks.networks()
+    assert len(found) >= 250 and len({network.name for network in found}) == len(found)
+    assert {network.optimizer for network in found} == {"sgd", "adamw"}
 
 
 @pytest.mark.parametrize("module", [page, training], ids=["exports", "training"])
@@ -107,12 +110,6 @@ def test_a_conversion_that_drops_an_activation_is_seen(trial: Trial) -> None:
 # Training steps.
 
 OWN, JUMP = [1e-6, 1e-6, 1e-8, 1e-8], [1e-3, 1e-6, 1e-8, 1e-8]
-
-
-def test_each_architecture_is_there_once() -> None:
-    found = networks.networks()
-    assert len(found) >= 250 and len({network.name for network in found}) == len(found)
-    assert {network.optimizer for network in found} == {"sgd", "adamw"}
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_a_fold_between_other_interfaces_is_not_proved(change: str) -> None:
 
 @pytest.mark.parametrize("weight", ["8.1.3.3", "1.1.1.1"])
 def test_one_channel_of_a_size_that_the_file_leaves_open(weight: str) -> None:
-    count = weight[0]
-    nodes = f"z = Conv (x, w:{weight}) y = Norm (z, p:{count})"
-    source = model(f"g (float[N,C,H,W] x) => (float[N,{count},A,B] y) {{ {nodes} }}")
+    source = model(
+        f"g (float[N,C,H,W] x) => (float[N,D,A,B] y) {{ z = Conv (x, w:{weight}) y = Norm (z, p:{weight[0]}) }}"
+    )
     assert verify(source, fold(source, verify=False).model, method="local").passed
