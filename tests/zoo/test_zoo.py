@@ -67,11 +67,10 @@ def test_the_worst_way_is_the_verdict() -> None:
 
 def test_the_catalogue() -> None:
     entries = catalogue.entries()
-    assert len(entries) >= 150
-    assert len({entry.name for entry in entries}) == len(entries)
+    assert len({entry.name for entry in entries}) == len(entries) >= 150
     assert all(entry.shape not in entry.others and entry.others for entry in entries)
     found = networks.networks()
-    assert len(found) >= 250 and len({network.name for network in found}) == len(found)
+    assert len({network.name for network in found}) == len(found) >= 250
     assert {network.optimizer for network in found} == {"sgd", "adamw"}
 
 
