@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx_ir as ir
 
-    from bnexport.graph.shapes import Shape
-
 
 _FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy, or FILE.npz"
 
@@ -101,6 +99,7 @@ def feeds_of(
     """
     import numpy as np
 
+    from bnexport.graph.shapes import described
     from bnexport.model_io import load
 
     if not inputs and not all_of_them:
@@ -110,7 +109,7 @@ def feeds_of(
     declared = {str(value.name): value for value in graph_inputs}
     for name in given:
         if name not in declared:
-            choices = "; ".join(_describe(value) for value in declared.values()) or "none"
+            choices = "; ".join(map(described, declared.values())) or "none"
             raise UsageError(f"--input: {model} has no input {name!r}, expected one of: {choices}")
     generator = np.random.default_rng(seed)
     feeds: dict[str, np.ndarray] = {}
@@ -125,7 +124,9 @@ def feeds_of(
 
 
 def _own_shape(value: ir.Value, model: Path, free: tuple[int, int] | None, named: dict[str, int]) -> tuple[int, ...]:
-    sizes = _sizes(value)
+    from bnexport.graph.shapes import described, sizes_of
+
+    sizes = None if value.shape is None else sizes_of(value.shape)
     if free is not None and sizes is not None:
         chosen = []
         for axis, size in enumerate(sizes):
@@ -138,16 +139,10 @@ def _own_shape(value: ir.Value, model: Path, free: tuple[int, int] | None, named
     shape = tuple(size for size in sizes if isinstance(size, int))
     if len(shape) != len(sizes):
         raise UsageError(
-            f"--input: missing {value.name}; {model} takes {_describe(value)}; give its sizes, such as "
+            f"--input: missing {value.name}; {model} takes {described(value)}; give its sizes, such as "
             f"--input {value.name}:{','.join(_example(axis, size) for axis, size in enumerate(sizes))}"
         )
     return shape
-
-
-def _sizes(value: ir.Value) -> Shape | None:
-    from bnexport.graph.shapes import sizes_of
-
-    return None if value.shape is None else sizes_of(value.shape)
 
 
 def _example(axis: int, size: int | str | None) -> str:
@@ -158,13 +153,15 @@ def _fitting(argument: Argument, value: ir.Value, generator: np.random.Generator
     """Return the values of the argument, or random ones."""
     import numpy as np
 
+    from bnexport.graph.shapes import described, fits, shown
+
     dtype = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()
     where = f"--input {argument.name}"
-    if not _fits(argument.shape, value):
-        raise UsageError(f"{where}: got shape {_shape(argument.shape)}, expected {_describe(value)}")
+    if not fits(argument.shape, value):
+        raise UsageError(f"{where}: got shape {shown(argument.shape)}, expected {described(value)}")
     if argument.values is not None:
         if value.dtype is not None and argument.values.dtype != dtype:
-            raise UsageError(f"{where}: got {argument.values.dtype}, expected {_describe(value)}; convert it first")
+            raise UsageError(f"{where}: got {argument.values.dtype}, expected {described(value)}; convert it first")
         return argument.values
     if dtype.kind == "O":
         return np.full(argument.shape, "a", dtype=object)
@@ -172,23 +169,6 @@ def _fitting(argument: Argument, value: ir.Value, generator: np.random.Generator
         # Indices into anything are valid when they are 0 or 1.
         return generator.integers(0, 2, argument.shape).astype(dtype)
     return generator.standard_normal(argument.shape).astype(dtype)
-
-
-def _fits(shape: tuple[int, ...], value: ir.Value) -> bool:
-    sizes = _sizes(value)
-    return sizes is None or (
-        len(sizes) == len(shape)
-        and all(got == expected for got, expected in zip(shape, sizes) if isinstance(expected, int))
-    )
-
-
-def _describe(value: ir.Value) -> str:
-    dtype, sizes = "" if value.dtype is None else f" {value.dtype.numpy().name}", _sizes(value)
-    return f"{value.name}:{dtype}{'' if sizes is None else ' ' + _shape(sizes)}"
-
-
-def _shape(sizes: Shape) -> str:
-    return "(" + ", ".join("?" if size is None else str(size) for size in sizes) + ")"
 
 
 def chosen_dimensions(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import graphlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -73,6 +73,25 @@ def sizes_of(shape: ir.ShapeProtocol) -> Shape:
     """Return the sizes of a declared shape: numbers, names, None if unknown."""
     # Paddle writes -1 for a free size, others an empty name; ONNX Runtime takes both for an unknown one.
     return tuple((size if size >= 0 else None) if isinstance(size, int) else size.value or None for size in shape)
+
+
+def fits(shape: Sequence[int], value: ir.Value) -> bool:
+    """Whether an input takes an array of this shape, as it is declared."""
+    sizes = None if value.shape is None else sizes_of(value.shape)
+    return sizes is None or (
+        len(sizes) == len(shape)
+        and all(got == expected for got, expected in zip(shape, sizes) if isinstance(expected, int))
+    )
+
+
+def described(value: ir.Value) -> str:
+    """Return an input as it is declared, such as `x: float32 (N, 3, ?, ?)`."""
+    dtype = "" if value.dtype is None else f" {value.dtype.numpy().name}"
+    return f"{value.name}:{dtype}{'' if value.shape is None else ' ' + shown(sizes_of(value.shape))}"
+
+
+def shown(sizes: Shape) -> str:
+    return "(" + ", ".join("?" if size is None else str(size) for size in sizes) + ")"
 
 
 class Shapes:

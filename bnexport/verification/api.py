@@ -17,7 +17,7 @@ from bnexport.errors import BnexportError, ModelError, UsageError, first_line
 from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import Names, has_sync_batch_norm, is_standard, label, trains
-from bnexport.graph.shapes import Shapes
+from bnexport.graph.shapes import Shapes, described, fits, shown, sizes_of
 from bnexport.graph.standard_ops import has_foreign, standardise
 from bnexport.model_io import walk
 from bnexport.model_io.validate import printable
@@ -362,9 +362,8 @@ def _ask(
     of_candidate = [value for probe in probes for value in probe.of_candidate]
     of_candidate += [meeting.candidate for meeting in meetings]
     given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
-    specs = [spec_of(value, reference) for value in given_inputs(reference)]
     for sample in given or ():
-        _require_fitting(sample, specs, reference)
+        _require_fitting(sample, reference)
     try:
         with Shipment() as shipment:
             request = {
@@ -374,7 +373,7 @@ def _ask(
                 "probes": list(map(_plain, probes)),
                 "parted": list(map(_plain, parted)),
                 "meetings": list(map(_plain, meetings)),
-                "inputs": list(map(dataclasses.asdict, specs)),
+                "inputs": [dataclasses.asdict(spec_of(value, reference)) for value in given_inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "bounds": find_bounds(reference, candidate),
                 "operands": find_operand_sizes(reference),
@@ -399,22 +398,19 @@ def _ask(
         return {"status": "not_verified", "reason": str(error)}
 
 
-def _require_fitting(sample: Mapping[str, Any], specs: Sequence[InputSpec], model: ir.Model) -> None:
+def _require_fitting(sample: Mapping[str, Any], model: ir.Model) -> None:
     """Raise UsageError for inputs that the model does not take as it is declared: an engine that runs them all the same is no judge."""
     known = [str(value.name) for value in model.graph.inputs]
     if unknown := [name for name in sample if name not in known]:
         raise UsageError(f"inputs: got {unknown[0]!r}, expected among {', '.join(known)}")
-    for spec in specs:
-        if spec.name not in sample:
-            raise UsageError(f"inputs: {spec.name!r} is missing")
-        array = np.asarray(sample[spec.name])
-        sizes = zip(spec.shape, array.shape)
-        fits = len(spec.shape) == array.ndim and all(not isinstance(one, int) or one == two for one, two in sizes)
-        if spec.kind and not (fits and (spec.kind == "string" or array.dtype.name == spec.dtype)):
-            expected = ", ".join("?" if size is None else str(size) for size in spec.shape)
-            kind = "string" if array.dtype.kind in "USO" else array.dtype.name
-            got = f"{kind}[{', '.join(map(str, array.shape))}]"
-            raise UsageError(f"inputs: {spec.name!r} is {got}, expected {spec.dtype}[{expected}]")
+    for value in given_inputs(model):
+        if value.name not in sample:
+            raise UsageError(f"inputs: {value.name!r} is missing")
+        array, dtype = np.asarray(sample[str(value.name)]), value.dtype
+        is_of_type = not dtype or dtype is ir.DataType.STRING or array.dtype == dtype.numpy()
+        if isinstance(value.type, ir.TensorType) and not (is_of_type and fits(array.shape, value)):
+            got = "string" if array.dtype.kind in "USO" else array.dtype.name
+            raise UsageError(f"inputs: got {got} {shown(array.shape)}, expected {described(value)}")
 
 
 def _failure(failure: ProcessFailure) -> dict[str, Any]:
@@ -467,11 +463,8 @@ def spec_of(value: ir.Value, model: ir.Model) -> InputSpec:
         ("integer", dtype.is_integer()),
     )
     kind = next((kind for kind, holds in kinds if holds), None)
-    shape = tuple(
-        (size if size >= 0 else None) if isinstance(size, int) else (size.value or None) for size in value.shape
-    )
     texts = find_texts(model) if kind == "string" else ()
-    return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value, model), texts)
+    return InputSpec(name, kind, dtype.numpy().name, sizes_of(value.shape), *find_ranges(value, model), texts)
 
 
 def computing_type(model: ir.Model) -> str:

@@ -237,10 +237,10 @@ def test_a_model_that_is_never_finite(given: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"x": np.ones((1, 5, 5, 5), np.float32)}, r"'x' is float32\[1, 5, 5, 5\], expected float32\[N, 6, H, W\]"),
-        ({"x": np.ones((6, 5, 5), np.float32)}, r"'x' is float32\[6, 5, 5\], expected"),
-        ({"x": np.ones((1, 6, 5, 5))}, r"'x' is float64\[1, 6, 5, 5\], expected"),
-        ({"x": "a"}, r"'x' is string\[\], expected"),
+        ({"x": np.ones((1, 5, 5, 5), np.float32)}, r"got float32 \(1, 5, 5, 5\), expected x: float32 \(N, 6, H, W\)"),
+        ({"x": np.ones((6, 5, 5), np.float32)}, r"got float32 \(6, 5, 5\), expected x"),
+        ({"x": np.ones((1, 6, 5, 5))}, r"got float64 \(1, 6, 5, 5\), expected x"),
+        ({"x": "a"}, r"got string \(\), expected x"),
         ({}, "'x' is missing"),
         ({"x": np.ones((1, 6, 5, 5), np.float32), "z": 1}, "got 'z', expected among x"),
     ],
